@@ -162,11 +162,9 @@ nb::object read_frames(Engine& engine, std::size_t t, const Ids& ids) {
 }
 
 nb::object import_frames(Engine& engine, std::size_t t, const Ids& ids, const Stamps& steps) {
-    Table& table = engine.table(checked_device_table(engine, t));
+    checked_device_table(engine, t);
     require_size("step", steps.size(), ids.size());
-    std::vector<std::uint32_t> frames;
-    for (std::size_t i = 0; i < ids.size(); ++i) frames.push_back(table.import_place(ids.data()[i], steps.data()[i]));
-    return moved<std::int32_t>(std::move(frames));
+    return moved<std::int32_t>(engine.import_frames(t, {ids.data(), ids.size()}, steps.data()));
 }
 
 void bind_places(nb::class_<Engine>& engine) {
@@ -276,7 +274,7 @@ void bind_frames(nb::class_<Engine>& engine) {
         .def("import_frames", &import_frames, "table"_a, "ids"_a, "steps"_a,
              nb::sig("def import_frames(self, table: int, ids: NDArray[numpy.uint64], steps: NDArray[numpy.uint32]) -> "
                      "NDArray[numpy.int32]"),
-             "Inserts or replaces rows of a snapshot; returns their frames.")
+             "Inserts or replaces rows of a snapshot; returns their frames. If one has no room, inserts none.")
         .def(
             "check_frames", [](Engine& e) { e.directory().check(); },
             "Raises AssertionError unless each frame is free or of one row.");

@@ -180,7 +180,7 @@ void bind_again(nb::class_<Split>& split) {
 Fp16Codec codec_of(const Split& split, const Words& dims) {
     std::vector<std::uint32_t> checked(dims.data(), dims.data() + dims.size());
     for (const std::uint32_t dim : checked)
-        if (dim == 0 || dim > 65535) refuse("dims has " + std::to_string(dim) + "; expected 1 to 65535");
+        if (dim == 0 || dim > 65536) refuse("dims has " + std::to_string(dim) + "; expected 1 to 65536");
     return split.codec().with_dims(std::move(checked));
 }
 

@@ -198,6 +198,10 @@ class Engine {
 
     void import_rows(std::size_t t, std::size_t n, const std::uint64_t* ids, const std::uint32_t* steps,
                      const std::byte* values, const float* state);
+    // The same for rows on a device: returns their places, whose values the caller writes. If one has no room, nothing
+    // is changed.
+    std::vector<std::uint32_t> import_frames(std::size_t t, std::span<const std::uint64_t> ids,
+                                             const std::uint32_t* steps);
     void import_removed(std::size_t t, std::span<const std::uint64_t> ids);
     void import_sightings(std::size_t t, std::size_t n, const std::uint64_t* ids, const std::uint32_t* steps,
                           const std::uint32_t* counts, bool clear);

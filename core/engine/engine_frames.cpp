@@ -214,6 +214,13 @@ bool Engine::check_gradients(Tickets tickets, std::span<const BagGradients> grad
     return must_filter(source, tickets, map(), tables_.summations(), *kernels_, scheduler_.pool());
 }
 
+std::vector<std::uint32_t> Engine::import_frames(std::size_t t, std::span<const std::uint64_t> ids,
+                                                 const std::uint32_t* steps) {
+    require_rows_on_device();
+    const auto places_lock = directory_.lock();
+    return tables_[t].import_places(ids, steps);
+}
+
 // Writes the values and states that new rows of the ids begin with, side by side.
 void Engine::initial_rows(std::size_t t, std::span<const std::uint64_t> ids, std::byte* values, float* state) {
     const TableConfig& config = table(t).config();

@@ -8,6 +8,7 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -157,12 +158,14 @@ class AnonymousArena final : public Arena {
 
     void add_region(std::size_t bytes) {
         SATRAP_ASSERT(bytes > left_ && bytes % 64 == 0);
-        std::size_t usable = round_up(bytes > kRegion ? bytes : kRegion, kHugePage);
+        // A share of what there is already: the number of a process's mappings is limited. What is not used is free.
+        std::size_t usable = round_up(std::max({bytes, kRegion, mapped_ / 16}), kHugePage);
         std::size_t mapped = usable + kHugePage; // room to align
         void* address =
             mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         if (address == MAP_FAILED) throw std::bad_alloc();
         regions_.emplace_back(address, mapped);
+        mapped_ += mapped;
         auto start = round_up(reinterpret_cast<std::uintptr_t>(address), kHugePage);
         next_ = reinterpret_cast<std::byte*>(start);
         left_ = usable;
@@ -171,6 +174,7 @@ class AnonymousArena final : public Arena {
 
     std::mutex mutex_;
     std::vector<std::pair<void*, std::size_t>> regions_;
+    std::size_t mapped_ = 0;                       // bytes of the regions
     std::map<std::byte*, std::size_t> by_address_; // released blocks, merged
     std::set<std::pair<std::size_t, std::byte*>> by_size_;
     std::byte* next_ = nullptr;

@@ -53,7 +53,9 @@ struct alignas(64) ChunkHeader {
 class SharedArena final : public Arena {
   public:
     static constexpr std::size_t kPage = 4096;
-    static constexpr std::size_t kMappingBytes = std::size_t{16} << 20;
+    static constexpr std::size_t kMappingBytes = std::size_t{16} << 20; // by which the file grows, at least
+    // The addresses of a mapping, most of which the file reaches later: a process may have only some 65,000 mappings.
+    static constexpr std::size_t kReservedBytes = std::size_t{1} << 30;
 
     // Creates a file. It has no name before it is complete, so that a kill leaves no empty one; an existing file of its
     // name holds rows and is refused.
@@ -111,7 +113,7 @@ class SharedArena final : public Arena {
     }
 
     ~SharedArena() override {
-        for (const Mapping& mapping : mappings_) munmap(mapping.address, mapping.bytes);
+        for (const Mapping& mapping : mappings_) munmap(mapping.address, mapping.reserved);
         if (fd_ < 0) return;
         (void)::flock(fd_, LOCK_UN); // a fork may still have the file open; close() alone would leave it locked
         ::close(fd_);
@@ -169,8 +171,8 @@ class SharedArena final : public Arena {
         std::uint64_t tail = header().tail.load();
         if (tail + bytes > end()) {
             std::uint64_t old_end = end();
-            add_mapping(round_up(std::max(bytes, kMappingBytes), kPage));
-            if (tail < old_end) { // the chunk must not straddle two mappings
+            const bool is_mapped_apart = grow(round_up(std::max(bytes, kMappingBytes), kPage));
+            if (is_mapped_apart && tail < old_end) { // the chunk must not straddle two mappings
                 *chunk_header(tail) = ChunkHeader{old_end - tail, 0, 0, 0, 0};
                 tail = old_end;
                 header().tail.store(
@@ -215,7 +217,8 @@ class SharedArena final : public Arena {
     struct Mapping {
         std::byte* address;
         std::uint64_t offset;
-        std::size_t bytes;
+        std::size_t bytes;    // which the file has
+        std::size_t reserved; // with the addresses beyond them
     };
 
     SharedArena(std::string path, std::size_t tables) : Arena(tables), path_(std::move(path)) {}
@@ -255,30 +258,37 @@ class SharedArena final : public Arena {
             fail("is already open, in this process or another; close that store first");
     }
 
-    void map_range(std::uint64_t offset, std::size_t bytes) {
-        SATRAP_ASSERT(fd_ >= 0);
+    void map_range(std::uint64_t offset, std::size_t bytes, std::size_t reserved) {
+        SATRAP_ASSERT(fd_ >= 0 && reserved >= bytes);
         SATRAP_ASSERT(bytes != 0 && bytes % kPage == 0 && offset % kPage == 0);
-        void* address = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd_, static_cast<off_t>(offset));
+        void* address = mmap(nullptr, reserved, PROT_READ | PROT_WRITE, MAP_SHARED, fd_, static_cast<off_t>(offset));
         if (address == MAP_FAILED) fail(errno_text("cannot be mapped"));
-        madvise(address, bytes, MADV_HUGEPAGE); // honoured where the system allows huge pages on tmpfs
-        madvise(address, bytes, MADV_DONTFORK); // a fork could write to it, and would hold the lock through its mapping
-        mappings_.push_back({static_cast<std::byte*>(address), offset, bytes});
+        madvise(address, reserved, MADV_HUGEPAGE); // honoured where the system allows huge pages on tmpfs
+        // A fork could write to it, and would hold the lock through its mapping.
+        madvise(address, reserved, MADV_DONTFORK);
+        mappings_.push_back({static_cast<std::byte*>(address), offset, bytes, reserved});
         if (first_ == nullptr) first_ = mappings_.front().address;
     }
 
-    void add_mapping(std::size_t bytes) {
+    // Returns whether the new bytes have a mapping of their own; else the last one has addresses for them.
+    bool grow(std::size_t bytes) {
         std::uint64_t offset = mappings_.empty() ? 0 : end();
         if (int error = posix_fallocate(fd_, static_cast<off_t>(offset), static_cast<off_t>(bytes)); error != 0) {
             (void)!ftruncate(fd_, static_cast<off_t>(offset)); // restores the file's size
             fail("cannot grow by " + std::to_string(bytes) + " bytes: " + std::strerror(error));
         }
-        map_range(offset, bytes);
+        if (!mappings_.empty() && bytes <= mappings_.back().reserved - mappings_.back().bytes) {
+            mappings_.back().bytes += bytes;
+            return false;
+        }
+        map_range(offset, bytes, std::max(bytes, kReservedBytes));
+        return true;
     }
 
     void write_header(std::size_t tables, std::span<const char> config, bool complete) {
         SATRAP_ASSERT(mappings_.empty());
         const std::size_t bytes = round_up(config_offset(tables) + config.size(), kPage);
-        add_mapping(round_up(std::max(bytes, kMappingBytes), kPage));
+        grow(round_up(std::max(bytes, kMappingBytes), kPage));
         FileHeader& head = header();
         head.header_bytes = bytes;
         head.num_tables = tables;
@@ -322,7 +332,7 @@ class SharedArena final : public Arena {
         if (size < kPage || size % kPage != 0)
             fail("is not a whole Satrap shared-memory file: " + std::to_string(size) +
                  " bytes, expected a multiple of 4096");
-        map_range(0, size);
+        map_range(0, size, size);
         FileHeader& head = header();
         if (head.magic.load() != FileHeader::kMagic)
             fail("is not a Satrap shared-memory file, or its creation was interrupted: its magic number is wrong");

@@ -110,16 +110,18 @@ void Table::find_rows(Bucket& bucket, const BucketVisit& visit, const LookupStep
     if (!at.train) return;
     std::uint32_t* slots = scratch.slots.data();
     const std::uint32_t version = ledger_->version.load(); // under the lock: see begin_version
-    touch_hits(bucket, visit, at.step, version, slots);
-    insert_misses(bucket, visit, at, version, inserted, scratch);
+    // One line of expiry for the whole visit: a later step of another call may raise it meanwhile, and a row that was
+    // found or inserted here must not leave its slot to another id of the visit.
+    const std::uint32_t line = expire_before();
+    touch_hits(bucket, visit, at.step, line, version, slots);
+    insert_misses(bucket, visit, at, line, version, inserted, scratch);
     for (std::uint32_t i = 0; i < visit.num_unique; ++i) visit.hints[i] = slots[i];
 }
 
 // Stamps hits before it inserts any miss, so that no id of a batch evicts another.
-void Table::touch_hits(Bucket& bucket, const BucketVisit& visit, std::uint32_t step, std::uint32_t version,
-                       std::uint32_t* slots) {
+void Table::touch_hits(Bucket& bucket, const BucketVisit& visit, std::uint32_t step, std::uint32_t line,
+                       std::uint32_t version, std::uint32_t* slots) {
     SATRAP_ASSERT(bucket.mutex.is_held() && version <= kLastVersion);
-    const std::uint32_t line = expire_before();
     std::uint64_t hits = 0;
     for (std::uint32_t i = 0; i < visit.num_unique; ++i) {
         if (slots[i] == kNoSlot) continue;
@@ -140,13 +142,12 @@ void Table::touch_hits(Bucket& bucket, const BucketVisit& visit, std::uint32_t s
     bucket.counters.hits += hits;
 }
 
-void Table::insert_misses(Bucket& bucket, const BucketVisit& visit, const LookupStep& at, std::uint32_t version,
-                          std::vector<InsertedRow>* inserted, Scratch& scratch) {
+void Table::insert_misses(Bucket& bucket, const BucketVisit& visit, const LookupStep& at, std::uint32_t line,
+                          std::uint32_t version, std::vector<InsertedRow>* inserted, Scratch& scratch) {
     SATRAP_ASSERT(bucket.mutex.is_held());
     SATRAP_ASSERT((inserted != nullptr) == (bucket.places != nullptr));
     std::uint32_t* slots = scratch.slots.data();
     float* values = scratch.values.reserve(config_.dim);
-    const std::uint32_t line = expire_before();
     if (line - bucket.swept_before > config_.expire_after / 8 && line > bucket.swept_before)
         bucket.sweep(line, version); // keeps an unbounded table bounded; the result does not depend on when
     for (std::uint32_t i = 0; i < visit.num_unique; ++i) {
@@ -156,7 +157,7 @@ void Table::insert_misses(Bucket& bucket, const BucketVisit& visit, const Lookup
             ++bucket.counters.refused;
             continue;
         }
-        make_room(bucket, visit.bucket, at, version, visit.num_unique - i);
+        make_room(bucket, visit.bucket, at, line, version, visit.num_unique - i);
         std::uint32_t slot;
         if (bucket.places != nullptr) {
             inserted->reserve(visit.num_unique); // nothing may throw once the id has a row
@@ -186,14 +187,14 @@ bool Table::admit(Bucket& bucket, std::uint64_t id, std::uint64_t hash, const Lo
 }
 
 // Evicts one row of a full bucket, or throws. `needed`: how many rows the call may still need here, for the message.
-void Table::make_room(Bucket& bucket, std::uint32_t b, const LookupStep& at, std::uint32_t version,
+void Table::make_room(Bucket& bucket, std::uint32_t b, const LookupStep& at, std::uint32_t line, std::uint32_t version,
                       std::size_t needed) {
     SATRAP_ASSERT(bucket.mutex.is_held() && needed != 0);
     if (!bucket.rows.full()) return;
     const std::uint32_t victim = bucket.rows.oldest();
     SATRAP_ASSERT(victim != kNoSlot); // a full bucket has rows
     const std::uint32_t stamp = bucket.rows.head(victim).stamp;
-    if (stamp < expire_before()) {
+    if (stamp < line) {
         ++bucket.counters.expired;
     } else {
         if (config_.on_full == OnFull::raise || stamp >= at.oldest_open) fail_full(bucket, b, at, needed);

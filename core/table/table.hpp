@@ -101,6 +101,9 @@ class Table {
     std::uint32_t place_of(std::uint64_t id);
     // Inserts the id's row, or finds it, as that of a snapshot; returns its place.
     std::uint32_t import_place(std::uint64_t id, std::uint32_t step);
+    // The same for many ids, each given once. If one has no room, nothing is changed: a row that was inserted would
+    // have a place without values.
+    std::vector<std::uint32_t> import_places(std::span<const std::uint64_t> ids, const std::uint32_t* steps);
     // Records that a row was moved from its slot at home into a frame, or back; is_new: it had no values at home.
     // `row`: its slot in its bucket.
     void move_in(std::uint64_t id, std::uint32_t row, std::uint32_t slot, std::uint32_t frame, bool is_new);
@@ -121,12 +124,12 @@ class Table {
   private:
     void locate(Bucket& bucket, const BucketVisit& visit, bool hinted, Scratch& scratch);
     void locate_direct(const Rows& rows, const BucketVisit& visit, std::size_t bytes, std::uint32_t* slots);
-    void touch_hits(Bucket& bucket, const BucketVisit& visit, std::uint32_t step, std::uint32_t version,
-                    std::uint32_t* slots);
+    void touch_hits(Bucket& bucket, const BucketVisit& visit, std::uint32_t step, std::uint32_t line,
+                    std::uint32_t version, std::uint32_t* slots);
     void find_rows(Bucket& bucket, const BucketVisit& visit, const LookupStep& at, std::vector<InsertedRow>* inserted,
                    Scratch& scratch);
-    void insert_misses(Bucket& bucket, const BucketVisit& visit, const LookupStep& at, std::uint32_t version,
-                       std::vector<InsertedRow>* inserted, Scratch& scratch);
+    void insert_misses(Bucket& bucket, const BucketVisit& visit, const LookupStep& at, std::uint32_t line,
+                       std::uint32_t version, std::vector<InsertedRow>* inserted, Scratch& scratch);
     bool is_live(const Bucket& bucket, std::uint32_t slot) const { // false: there is no row, or it has expired
         SATRAP_ASSERT(bucket.mutex.is_held());
         return slot != kNoSlot && bucket.rows.head(slot).stamp >= expire_before();
@@ -136,7 +139,8 @@ class Table {
     void order_frame(const Bucket& bucket, std::uint32_t slot) const;
     void require_at(const Bucket& bucket, std::uint32_t row, std::uint64_t id, std::uint32_t place) const;
     bool admit(Bucket& bucket, std::uint64_t id, std::uint64_t hash, const LookupStep& at);
-    void make_room(Bucket& bucket, std::uint32_t b, const LookupStep& at, std::uint32_t version, std::size_t needed);
+    void make_room(Bucket& bucket, std::uint32_t b, const LookupStep& at, std::uint32_t line, std::uint32_t version,
+                   std::size_t needed);
     [[noreturn]] void fail_full(Bucket& bucket, std::uint32_t b, const LookupStep& at, std::size_t needed) const;
     void point_rows(Bucket& bucket, const BucketVisit& visit, Scratch& scratch);
     void apply(Bucket& bucket, std::uint32_t b, const StepScalars& scalars, std::size_t count, const UpdateMark& mark,

@@ -107,6 +107,29 @@ std::uint32_t Table::import_place(std::uint64_t id, std::uint32_t step) {
     return bucket.place_of(slot);
 }
 
+std::vector<std::uint32_t> Table::import_places(std::span<const std::uint64_t> ids, const std::uint32_t* steps) {
+    const auto with_row = [&](std::uint64_t id, auto call) {
+        Bucket& bucket = buckets_[bucket_number(id)];
+        std::lock_guard lock(bucket.mutex);
+        const std::uint32_t slot = bucket.rows.find(id, mix64(id));
+        if (slot != kNoSlot) call(bucket, slot);
+        return slot != kNoSlot;
+    };
+    std::vector<std::uint32_t> places(ids.size(), kNoFrame);
+    std::size_t end = 0;
+    try { // the new rows first, since they may have no room
+        for (; end < ids.size(); ++end)
+            if (!with_row(ids[end], [](Bucket&, std::uint32_t) {})) places[end] = import_place(ids[end], steps[end]);
+    } catch (...) {
+        for (std::size_t i = 0; i < end; ++i)
+            if (places[i] != kNoFrame) with_row(ids[i], [](Bucket& bucket, std::uint32_t slot) { bucket.erase(slot); });
+        throw;
+    }
+    for (std::size_t i = 0; i < ids.size(); ++i)
+        if (places[i] == kNoFrame) places[i] = import_place(ids[i], steps[i]);
+    return places;
+}
+
 void Table::require_at(const Bucket& bucket, std::uint32_t row, std::uint64_t id, std::uint32_t place) const {
     if (!bucket.rows.holds(row, id) || bucket.place_of(row) != place)
         throw InvariantError("table '" + config_.name + "': the row of id " + std::to_string(id) +

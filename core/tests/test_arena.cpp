@@ -1,4 +1,6 @@
 // Anonymous memory: zeroed, aligned, never shared by two owners, and released blocks come back joined.
+#include <algorithm>
+#include <fstream>
 #include <iterator>
 #include <map>
 
@@ -120,6 +122,18 @@ CASE(threads_share_it, 4) {
             }
         }
     });
+}
+
+// Linux limits the mappings of a process to 65530; a machine may have terabytes. Nothing here is touched.
+CASE(many_bytes_are_few_mappings, kSanitized ? 0 : 1) {
+    const auto mappings = [] {
+        std::ifstream maps("/proc/self/maps");
+        return std::count(std::istreambuf_iterator<char>(maps), {}, '\n');
+    };
+    const auto before = mappings();
+    AnonymousArena arena(0);
+    for (unsigned i = 0; i < 1024; ++i) arena.allocate(kTag, std::size_t{48} << 20); // 48 GiB
+    CHECK(mappings() - before < 256);
 }
 
 } // namespace

@@ -278,4 +278,44 @@ CASE(callers_with_rows_that_go, testing::scaled(8)) {
     CHECK(engine->num_rows(0) <= 3000);
 }
 
+// A late step looks up while later steps of another call raise the line of expiry: whatever expires meanwhile, no id
+// gets the row of another. Nothing is updated, so each id reads its initial value, whether it has a row or not.
+CASE(no_id_gets_the_row_of_another, testing::scaled(6)) {
+    constexpr std::uint64_t kHits = 3000, kMisses = 300;
+    const unsigned rounds = testing::scaled(300);
+    TableConfig expiring = testing::counting_table("expiring", 1);
+    expiring.initial = InitialKind::uniform;
+    expiring.initial_a = -1.0;
+    expiring.initial_b = 1.0;
+    expiring.expire_after = 1;
+    if (random.chance(0.5)) expiring.capacity = kHits + random.below(kMisses); // else rows expire in a sweep
+    const auto engine = testing::make_engine({expiring, testing::counting_table("clock", 1)});
+    std::atomic<unsigned> begun{0}, ended{0}, wrong{0};
+    Random pauses(random.bits());
+    testing::in_threads(2, [&](unsigned thread) {
+        for (unsigned round = 1; round <= rounds; ++round) {
+            if (thread == 1) { // raises the line while the other thread is in its lookup
+                while (begun.load() < round) relax_cpu();
+                for (unsigned spin = pauses.below(20000); spin > 0; --spin) relax_cpu();
+                testing::lookup(*engine, {{}, {1}}, 10 * round);
+                ended.store(round);
+                continue;
+            }
+            Ids ids;
+            for (std::uint64_t i = 0; i < kHits; ++i) ids.push_back(mix64(i));
+            testing::lookup(*engine, {ids, {}}, 1);
+            for (std::uint64_t i = 0; i < kMisses; ++i) ids.push_back(mix64((std::uint64_t{round} << 20) + i));
+            const std::vector<float> expected = testing::peek(*engine, {ids, {}});
+            begun.store(round);
+            try {
+                wrong += testing::lookup(*engine, {ids, {}}, 1).rows != expected;
+            } catch (const CapacityError&) { // no row of the batch makes room for another
+            }
+            while (ended.load() < round) relax_cpu();
+        }
+    });
+    CHECK_EQ(wrong.load(), 0);
+    engine->table(0).check();
+}
+
 } // namespace

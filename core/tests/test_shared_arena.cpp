@@ -314,4 +314,17 @@ CASE(callers_share_a_growing_file, testing::scaled(2)) {
     CHECK(Contents(*file.attach(configs)) == before);
 }
 
+// Linux limits the mappings of a process to 65530; a file may have terabytes.
+CASE(a_growing_file_has_few_mappings, 1) {
+    const SharedFile file;
+    SharedArena::create(file.path, 1, {});
+    const auto arena = SharedArena::attach(file.path, 1); // now it is mapped by its name
+    for (unsigned i = 0; i < 8; ++i) arena->allocate({ChunkKind::rows, 0, 0, i}, SharedArena::kMappingBytes - 64);
+    std::ifstream maps("/proc/self/maps");
+    unsigned mappings = 0;
+    for (std::string line; std::getline(maps, line);)
+        if (line.find(file.path) != std::string::npos) ++mappings;
+    CHECK(mappings >= 1 && mappings <= 2); // that of the attached bytes, and that of the later ones
+}
+
 } // namespace

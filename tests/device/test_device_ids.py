@@ -352,3 +352,40 @@ def test_kernels_may_load_four_floats_at_a_place_if_every_dim_is_a_multiple_of_f
     for runs in taken:
         assert runs.alignment == (4 if dim == 8 else 1)
         assert not (runs.places % runs.alignment).any()
+
+
+@pytest.mark.parametrize("num_batches", [1, 2])
+def test_the_memory_of_a_batch_may_be_used_again(num_batches: int, rng: np.random.Generator) -> None:
+    """By a loop that writes each batch into the same tensors: the update has the ids that were looked up."""
+    item = Table("item", dim=3, optimizer=Adagrad(lr=0.1))
+    declared = Features({"item": item, "bag": item.bag("mean", weighted=True)})
+    workers = [local_worker(declared, seed=3, num_threads=2), ArrayWorker(declared, "cpu", seed=3, num_threads=2)]
+    memory: Any = Inputs(
+        names=declared.names,
+        values=torch.zeros(15, dtype=torch.int64),
+        offsets=torch.zeros(11, dtype=torch.int64),
+        weights=torch.zeros(15),
+        batch_size=5,
+    )
+    for step in range(1, 4):
+        tickets: list[list[Any]] = [[], []]
+        for _ in range(num_batches):
+            lengths = np.append(np.ones(5, np.int64), rng.multinomial(10, np.full(5, 0.2)))
+            batch = Inputs(
+                names=declared.names,
+                values=rng.choice(UNIVERSE, 15),
+                offsets=np.append(0, lengths.cumsum()),
+                weights=rng.random(15, np.float32),
+                batch_size=5,
+            )
+            given = as_tensors(batch)
+            for name in ("values", "offsets", "weights"):
+                getattr(memory, name).copy_(getattr(given, name).view(getattr(memory, name).dtype))
+            for of_worker, worker, inputs in zip(tickets, workers, (batch, memory), strict=True):
+                of_worker.append(worker.lookup(inputs, step=step).ticket)
+            for name in ("values", "offsets", "weights"):
+                getattr(memory, name).fill_(1)
+        blocks = [rng.normal(size=(5, 6)).astype(np.float32) for _ in range(num_batches)]
+        for of_worker, worker in zip(tickets, workers, strict=True):
+            worker.update(of_worker, blocks, step=step)
+    assert_equal(workers)

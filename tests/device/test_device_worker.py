@@ -295,3 +295,35 @@ def test_a_device_without_memory_is_an_error_that_changes_nothing(device: str, m
     assert contents(worker) == before
     worker.lookup(many, step=2)
     assert len(worker.tables["item"]) == len(UNIVERSE) + 100
+
+
+@pytest.mark.parametrize("memory", [None, "none", 2 * 32])
+def test_a_write_that_does_not_fit_changes_nothing(memory: Any, device: str) -> None:
+    """Else rows would be left whose frames hold no values."""
+    item = Table("item", dim=4, optimizer=Adagrad(lr=0.1), capacity=4, num_buckets=1)
+    memories = None if memory is None else {"item": memory}
+    worker: Any = device_worker(Features({"item": item}), device, num_threads=1, device_memory=memories)
+    store, ids = worker.tables["item"], np.arange(9, dtype=np.uint64)
+    store.write(ids[:2], np.full((2, 4), 5, np.float32))
+    before = contents(worker, ids)
+    with pytest.raises(CapacityError, match="bucket 0 has no room for id [2-8]; its share of the capacity is 4"):
+        store.write(ids[1:], np.full((8, 4), 7, np.float32))
+    assert contents(worker, ids) == before
+    store.write(ids[1:4], np.full((3, 4), 7, np.float32))
+    assert (store.read(ids[:4]).values[:, 0] == [5, 7, 7, 7]).all()
+    assert contents(worker, ids) != before
+
+
+def test_offsets_that_are_refused_take_no_memory(device: str) -> None:
+    """They say how many rows a lookup may insert, and the core checks them later."""
+    tables = {name: Table(name, dim=4) for name in ("a", "b")}
+    worker: Any = device_worker(Features({name: table.bag("sum") for name, table in tables.items()}), device)
+    inputs = Inputs(
+        names=("a", "b"),
+        values=np.arange(3, dtype=np.uint64),
+        offsets=np.array([0, 1, 10**12, 2, 3]),
+        batch_size=2,
+    )
+    with pytest.raises(InputError, match="offsets fall from 1000000000000 to 2 at sample 0 of feature 'b'"):
+        worker.lookup(inputs, step=1)
+    assert len(worker.rows._engine.memory(0).values) <= 3

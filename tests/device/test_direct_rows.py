@@ -422,3 +422,11 @@ def test_the_host_does_the_same_for_any_number_of_ids(is_flat: bool, monkeypatch
             worker.update([looked.ticket], [torch.ones(size, 26 * 4)], step=step)
         counts.append(calls.count)
     assert counts[1] == counts[3] <= (135 if is_flat else 185), f"{counts} operations of torch in the steps"
+
+
+def test_rows_that_are_written_before_the_first_step(device: str) -> None:
+    item = Table("item", dim=3, optimizer=Adagrad(lr=0.1), num_rows=NUM_ROWS)
+    workers = pair(Features({"item": item}), device=device)
+    for worker in workers:
+        worker.tables["item"].write(IDS[:5], np.ones((5, 3), np.float32))
+    assert contents(workers[0], IDS) == contents(workers[1], IDS)

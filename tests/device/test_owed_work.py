@@ -21,6 +21,7 @@ from satrap.device.device_worker import device_worker
 from satrap.device.home_memory import HomeMemory
 from satrap.device.row_memory import RowMemory
 from satrap.errors import CapacityError
+from stream_recorder import recorded
 
 ROWS = 8
 
@@ -223,3 +224,25 @@ def test_a_step_whose_rounding_fails_is_taken_once(monkeypatch: pytest.MonkeyPat
 
 def out_of_memory(*_: object) -> None:
     raise MemoryError
+
+
+@pytest.mark.parametrize("failing", [4, 8])
+def test_moves_wait_for_a_step_that_failed_midway(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it has done, and what is done later, uses rows that the next lookup moves home."""
+    with recorded(monkeypatch) as recorder, recorder.recording():
+        worker = worker_of(two_pools(), "cpu")
+        look_up(worker, 0, 1)
+        ticket = worker.lookup(batch(worker.features, 1), step=2, oldest_open=2).ticket
+        works = reference.update
+
+        def fail(values: torch.Tensor, *given: Any) -> Any:
+            if values.shape[1] == failing:
+                raise MemoryError
+            return works(values, *given)
+
+        with monkeypatch.context() as patched, pytest.raises(MemoryError):
+            patched.setattr(reference, "update", fail)
+            worker.update([ticket], [torch.ones(ROWS, 12)], step=2)
+        look_up(worker, 0, 3)
+        assert contents(worker)
+    assert recorder.faults == []

@@ -23,6 +23,8 @@ from satrap.config.optimizers import SGD, Adagrad, Adam, Ftrl, RowWiseAdagrad
 from satrap.config.tables import MinCount, Table
 from satrap.errors import CapacityError, SnapshotError
 from satrap.table.snapshot import writer
+from satrap.table.snapshot.arrow_files import as_batch, new_file, pyarrow_or_error, schema_of
+from satrap.table.snapshot.cut import TableCut
 from satrap.table.store import Store
 from satrap.table.table_group import TableGroup
 from snapshots import assert_same, columns, contents, crc32c, forge, manifest, train
@@ -382,3 +384,30 @@ def test_other_tools_open_it_as_the_format_says(dtype: Any, tmp_path: Path, monk
         assert values.dtype == np.uint16
         as_float: Any = values.view(np.float16) if dtype == "float16" else (values.astype(np.uint32) << 16).view("f4")
         np.testing.assert_array_equal(as_float.astype(np.float32), wanted)
+
+
+def test_a_bucket_may_have_more_than_2_31_numbers() -> None:
+    """A bucket is one record batch. Nothing here is stored, nor touched."""
+    arrow = pyarrow_or_error()
+    table, lines = Table("t", dim=65536, dtype="float16", optimizer=SGD()), 2**15 + 1
+    schema = schema_of(arrow, "rows", "full", "0" * 16, table, 0)
+    columns = {"id": np.zeros(lines, np.uint64), "step": np.zeros(lines, np.uint32)}
+    columns["values"] = np.zeros((lines, table.dim), np.uint16)
+    sink = arrow.MockOutputStream()
+    with new_file(arrow, sink, schema) as writer:
+        writer.write_batch(as_batch(arrow, columns, schema))
+    assert sink.size() > 2 * lines * table.dim > 2**32
+
+
+def test_a_cut_that_fails_while_it_is_taken_does_not_exclude_later_ones(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    store = Store(Table("t", dim=2))
+
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patched, pytest.raises(MemoryError):
+        patched.setattr(TableCut, "__init__", fail)
+        store.save(tmp_path / "a")
+    assert store.save(tmp_path / "a") == 3

@@ -180,6 +180,17 @@ def test_other_sizes_offsets_and_exponents_are_refused() -> None:
             split.decode_rows(offsets, wrong)
 
 
+def test_runs_of_every_dim_that_a_table_may_have() -> None:
+    split, offsets = make_split([2]), np.array([0, 2])
+    rows = np.ones(2 * 65536, np.float32)
+    dims = np.array([65536], np.uint32)
+    message = np.asarray(split.encode_runs(dims, offsets, rows))
+    np.testing.assert_array_equal(split.decode_runs(dims, offsets, message), rows)
+    for dim in (0, 65537):
+        with pytest.raises(InputError, match=f"dims has {dim}; expected 1 to 65536"):
+            split.encode_runs(np.array([dim], np.uint32), offsets, rows)
+
+
 # -- servers -----------------------------------------------------------------------------------------------------------
 
 

@@ -143,8 +143,10 @@ class DeviceEngine:
         later ones. counts: as in `exclusive`."""
         with self.exclusive(counts):
             self.moves.wait(self.moves.moved)
-            yield
-            self.moves.note_use()
+            try:
+                yield
+            finally:  # what a call that fails has put on the stream uses rows, too
+                self.moves.note_use()
 
     def owe(self, record: Callable[[], Owed]) -> None:
         """Record a change in the core, and do the work on the device that `record` returns.
@@ -153,6 +155,10 @@ class DeviceEngine:
         without it."""
         with Uninterrupted():
             self._owed.append(record())
+        self._work()
+
+    def _work(self) -> None:
+        """Do the work that is owed."""
         while self._owed:
             with Uninterrupted():  # work is done once
                 self._owed[:1] = self._owed[0]() or ()
@@ -200,7 +206,12 @@ class DeviceEngine:
 
     def place_rows(self) -> None:
         """Carry out the moves that lookups have recorded, then write the initial values and states of the rows that
-        they have inserted."""
+        they have inserted. Before that, do the work that is owed."""
+        if self._owed:
+            try:
+                self._work()
+            finally:  # it may be the step of rows that are moved next
+                self.moves.note_use()
         if self._is_tiered:
             self.owe(lambda: partial(self._move, self.core.take_moves()))
         self.owe(lambda: partial(self._initialise, self.core.take_inserted()))

@@ -251,7 +251,8 @@ class DeviceRows(Rows):
             return np.diff(request.values.grouped.offsets)
         features, _ = self._asked(request)
         bounds = np.arange(len(features) + 1) * request.batch_size
-        bounds = bounds if request.offsets is None else request.offsets[bounds]
+        if request.offsets is not None:  # which may be wrong: the core says so, and nothing may be allocated for them
+            bounds = np.maximum.accumulate(request.offsets[bounds].clip(0, len(request.values)))
         counts = np.zeros(len(self._tables), np.int64)
         np.add.at(counts, list(features.table_index), np.diff(bounds))
         return counts

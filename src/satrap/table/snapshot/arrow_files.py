@@ -73,6 +73,12 @@ def as_batch(arrow: Any, columns: Columns, schema: Any) -> Any:
     return arrow.RecordBatch.from_arrays(arrays, schema=schema)
 
 
+def new_file(arrow: Any, sink: Any, schema: Any) -> Any:
+    """Return the writer of a new file. A record batch has a whole bucket, which may hold more numbers than 32 bits
+    count; Arrow writes such a batch only if it is told to."""
+    return arrow.ipc.new_file(sink, schema, options=arrow.ipc.IpcWriteOptions(allow_64bit=True))
+
+
 def as_columns(batch: Any) -> Columns:
     """Return the columns of a record batch without nulls, as views of its memory."""
     columns = {}

@@ -126,15 +126,20 @@ def take_cuts(
     except InputError as error:
         raise SnapshotError(f"{error}: they cannot be saved") from None
     latest_step = engine.latest_step  # read last, so that no stamp in the files is later
-    return [
-        TableCut(
-            slot=slot,
-            owned=None if owned is None else owned[i],
-            version=cut["version"],
-            expire_before=cut["expire_before"],
-            latest_step=latest_step,
-            lr=cut["lr"],
-            rows=cut["rows"] if slot.keeps_cuts else slot.directory.num_rows(slot.index),
-        )
-        for i, (slot, cut) in enumerate(zip(slots, figures, strict=True))
-    ]
+    try:
+        return [
+            TableCut(
+                slot=slot,
+                owned=None if owned is None else owned[i],
+                version=cut["version"],
+                expire_before=cut["expire_before"],
+                latest_step=latest_step,
+                lr=cut["lr"],
+                rows=cut["rows"] if slot.keeps_cuts else slot.directory.num_rows(slot.index),
+            )
+            for i, (slot, cut) in enumerate(zip(slots, figures, strict=True))
+        ]
+    except BaseException:  # such as of a device without memory: no other save could begin
+        for slot in slots:
+            engine.end_cut(slot.index)
+        raise

@@ -28,7 +28,7 @@ from satrap.errors import InputError, SnapshotError
 from satrap.storage.folder import Folder
 from satrap.storage.local_folder import LocalFolder
 from satrap.table.engine import Slot, state_dim
-from satrap.table.snapshot.arrow_files import Columns, as_batch, pyarrow_or_error, schema_of
+from satrap.table.snapshot.arrow_files import Columns, as_batch, new_file, pyarrow_or_error, schema_of
 from satrap.table.snapshot.cut import TableCut, require_changes, take_cuts
 from satrap.table.snapshot.directory import ChecksumFile, SnapshotDirectory
 from satrap.table.snapshot.manifest import DataFile, FileKind, Kind, Manifest, RecordBatch, Since
@@ -214,7 +214,7 @@ class _Saver:
         batches = []
         with (
             ChecksumFile(self.folder.create(name)) as file,
-            arrow.ipc.new_file(arrow.PythonFile(file, mode="w"), schema) as writer,
+            new_file(arrow, arrow.PythonFile(file, mode="w"), schema) as writer,
         ):
             for bucket_begin, bucket_end, columns in self._batches(kind, begin, end):
                 writer.write_batch(as_batch(arrow, columns, schema))

@@ -55,6 +55,10 @@ def test_a_directory_without_a_run_is_refused(tmp_path: Path, capsys: pytest.Cap
         write_report(tmp_path, None)
     assert main(["report", str(tmp_path / "no")]) == 1 and "there is no folder" in capsys.readouterr().err
     (tmp_path / "records").mkdir()
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(ConfigError, match=rf"did you mean '{tmp_path}'\?"):
+        write_report(tmp_path / "checkpoints", None)
+    (tmp_path / "checkpoints").rmdir()
     with pytest.raises(ConfigError, match=r"cannot be written .* choose another file with --output"):
         write_report(tmp_path, tmp_path / "no" / "page.html")
     assert [each.name for each in tmp_path.iterdir()] == ["records"], "what is refused changes nothing"

@@ -82,6 +82,9 @@ def run(
     run_state.write(file)
     if previous is not None:
         launcher.remove_files(previous.name)
+    if launch:
+        text = "%s has the records of an earlier run; this one begins with launch %d (--folder names another)"
+        _LOG.info(text, folder, launch + 1)
     supervisor = Supervisor(run_config, run_state)
     try:
         with _stop_signals() as stop_requests:

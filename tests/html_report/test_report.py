@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -395,6 +396,19 @@ def test_a_live_run_is_known_by_its_lock(tmp_path: Path) -> None:
     assert "The run was in progress." in (tmp_path / "report.html").read_text()
     write_report(tmp_path, None)
     assert "satrap run was killed" in (tmp_path / "report.html").read_text()
+
+
+def test_a_report_on_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the run is live is not known there; its records say how it ended."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    write(tmp_path, "run", {"kind": "run", "at": AT}, {"kind": "exit", "at": AT, "status": 0})
+    (tmp_path / "run.json").write_text("{}")
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert main(["report", str(tmp_path)]) == 0
+    assert "The run ended with exit status 0." in (tmp_path / "report.html").read_text()
 
 
 def test_a_long_run_of_many_trainers_and_tables_stays_small(tmp_path: Path) -> None:

@@ -28,10 +28,12 @@ from hypothesis import HealthCheck, Phase, settings
 
 from logged import Records
 from satrap.config.tables import Table
+from satrap.server import lease
 from satrap.table.store import Store
 from trainers import Trainers
 
 torch.set_num_threads(1)
+lease._WATCH_SECONDS = 0.02  # every test of servers waits for the threads that look so often at leases
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # the jobs of a shell's background inherit that
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if not torch.cuda.is_available():
@@ -47,6 +49,7 @@ settings.register_profile(
     report_multiple_bugs=False,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
+settings.register_profile("drawn", settings.get_profile("laptop"), max_examples=45)
 settings.register_profile("thorough", settings.get_profile("laptop"), max_examples=500, stateful_step_count=40)
 settings.register_profile(  # for tests/mutate.py: a failure need not be simplified
     "mutation", settings.get_profile("laptop"), phases=[Phase.explicit, Phase.generate], derandomize=True
@@ -75,6 +78,28 @@ SLOWEST = (
     "test_faults_midway.py",
 )
 """Files of tests that take tens of seconds, the longest first."""
+LONG = (
+    "test_triton.py",
+    "test_remote_worker.py",
+    "test_streams.py",
+    "test_sharded_rows.py",
+    "test_direct_rows.py",
+    "test_close.py",
+    "test_tiers.py",
+    "test_plan.py",
+    "test_interrupts.py",
+    "test_device_property.py",
+    "test_paper_page.py",
+    "test_device_ids.py",
+    "test_batch_assembler.py",
+    "test_embedding.py",
+    "test_exactly_once.py",
+    "test_synthetic.py",
+    "test_side_by_side.py",
+    "test_part_reads.py",
+    "test_property.py",
+)
+"""Files that take ten seconds and more, which follow them."""
 CLUSTERS = ("benchmarks", "deploy", "faults", "launch")
 """Folders of tests that start processes. Their tests and those of the slowest files are marked `cluster`, and so is
 each test that names one of PROCESSES, in its function, a fixture, or what these call in tests/ and benchmarks/."""
@@ -84,14 +109,17 @@ _OURS = tuple(str(Path(__file__).parents[1] / folder) for folder in ("tests", "b
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=None, help="seed of the tests' random draws (default: a new one)")
-    parser.addoption("--draw", action="store_true", help="run only some of the tests marked `draw`, by the seed")
+    parser.addoption("--draw", action="store_true", help="run some of the tests marked `draw`, and fewer examples")
     parser.addoption(
         "--faults-seconds", type=float, default=8.0, help="how long faults are drawn at random (default 8)"
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Draws the run's seed. Under `-n` the first process draws it and passes it to each worker."""
+    """Draws the run's seed. Under `-n` the first process draws it and passes it to each worker. With `--draw`, property
+    tests have fewer examples."""
+    if config.getoption("--draw") and not config.getoption("--hypothesis-profile"):
+        settings.load_profile("drawn")
     given = getattr(config, "workerinput", {}).get("satrap_seed", config.getoption("--seed"))
     config.stash[SEED] = random.SystemRandom().randrange(1 << 32) if given is None else given
 
@@ -103,6 +131,12 @@ def pytest_configure_node(node: Any) -> None:
 
 def pytest_report_header(config: pytest.Config) -> str:
     return f"satrap: --seed {config.stash[SEED]}"
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Imports no file of clusters for a run without them."""
+    is_slow = collection_path.parent.name in CLUSTERS or collection_path.name in SLOWEST
+    return True if is_slow and collection_path.suffix == ".py" and "not cluster" in config.option.markexpr else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> None:
@@ -118,7 +152,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> No
         is_slow = item.path.parent.name in CLUSTERS or item.path.name in SLOWEST
         if is_slow or starts_processes(item.function, *fixtures):
             item.add_marker("cluster")
-    items.sort(key=lambda item: SLOWEST.index(item.path.name) if item.path.name in SLOWEST else len(SLOWEST))
+    places = {name: place for place, name in enumerate((*SLOWEST, *LONG))}
+    items.sort(key=lambda item: places.get(item.path.name, len(places)))
 
 
 @cache
@@ -157,8 +192,9 @@ def _not_drawn(items: list[pytest.Item], seed: int) -> set[pytest.Item]:
     return left_out
 
 
-def pytest_collection_finish() -> None:
-    """Keeps collections quick, of which many tests make one: most objects exist before the first test, and stay."""
+@pytest.fixture(scope="module", autouse=True)
+def earlier_objects_stay() -> None:
+    """Keeps collections quick, of which many tests make one: most objects exist before a file's tests, and stay."""
     gc.collect()
     gc.freeze()
 

@@ -18,11 +18,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.accuracy.figures import interval
 from benchmarks.accuracy.flights import FOLDER
 from benchmarks.harness.case import Case, Target
 from benchmarks.harness.forms import all_cores
-from benchmarks.harness.record import Figure, Rounds
+from benchmarks.harness.record import Figure, Rounds, interval
 from benchmarks.harness.rounds import Run
 from benchmarks.harness.suite import Kind, Suite
 
@@ -60,17 +59,13 @@ def quick_cases() -> list[Case]:
 def plan(group: Sequence[Case], number: int, batches: Path) -> list[Run]:
     """Return a run of each staleness with one seed. A run computes in one thread, so its result is always the same."""
     (case,) = group
-    num_ids = 3_000_000 if case.targets else 10_000  # in synthetic clicks; a quick case has no target
-    job = {"module": "benchmarks.accuracy.training", "kind": case.kind, "num_ids": num_ids, "seed": number}
-    return [
-        Run(
-            label=str(staleness),
-            contender="satrap",
-            job={**job, "staleness": staleness},
-            environment=all_cores(1).environment,
-        )
-        for staleness in case.stalenesses
-    ]
+    given = {"seed": number}
+    if case.kind == "synthetic":
+        given["num_ids"] = 3_000_000 if case.targets else 10_000  # a quick case has no target
+    job = {"module": "benchmarks.accuracy.loop", "kind": case.kind}
+    jobs = {str(late): {**job, "arguments": {**given, "staleness": late}} for late in case.stalenesses}
+    environment = all_cores(1).environment
+    return [Run(label=label, contender="satrap", job=job, environment=environment) for label, job in jobs.items()]
 
 
 def record(case: Case, rounds: Rounds) -> dict[str, Any]:
@@ -116,9 +111,8 @@ SUITE = Suite(
     full_cases=full_cases(),
     quick_cases=quick_cases(),
     kinds={
-        "adult": Kind(plan=plan, record=record, required="0"),
+        **dict.fromkeys(("adult", "synthetic"), Kind(plan=plan, record=record, required="0")),
         "flights": Kind(plan=plan, record=record, required="0", unable=without_flights),
-        "synthetic": Kind(plan=plan, record=record, required="0"),
     },
     num_rounds=NUM_SEEDS,
     num_quick_rounds=2,

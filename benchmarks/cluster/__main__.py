@@ -22,8 +22,9 @@ from benchmarks.cluster import echo, restart, rows, train, wire
 from benchmarks.harness.case import MILLION, Case, Target
 from benchmarks.harness.rounds import Run
 from benchmarks.harness.suite import Kind, Suite
-from benchmarks.workload import DIMS
+from benchmarks.workload import DIMS, table_bytes
 
+PADDLE_ROW_BYTES = 320  # measured bound on what both of its processes need for a row beside its numbers
 BASE = Case(kind="", rows=20 * MILLION, num_threads=2, num_warmup=5, num_steps=40)
 
 
@@ -59,19 +60,19 @@ def quick_cases() -> list[Case]:
     return [replace(case, rows=26_000, num_warmup=1, num_steps=4, targets=()) for case in small]
 
 
-def kind(module: ModuleType, *, with_paddle: bool = False) -> Kind:
-    """Return the kind that a module's `measure` and `record` define."""
-    runs = [("worker", "satrap", module.__name__)]
-    if with_paddle:
-        runs.append(("paddle", "paddle", "benchmarks.cluster.paddle"))
+def kind(module: ModuleType, num_tables: int = 1, *, with_paddle: bool = False) -> Kind:
+    """Return the kind that a module's `measure` and `record` define. num_tables: tables with all rows at one time."""
 
     def plan(group: Sequence[Case], number: int, batches: Path) -> list[Run]:
         (case,) = group
-        job = {**asdict(case), "part": number, "batches": str(batches)}
-        return [
-            Run(label=label, contender=contender, job={**job, "module": name}, folder_bytes=0)
-            for label, contender, name in runs
-        ]
+        job = {**asdict(case), "part": number, "batches": str(batches), "module": module.__name__}
+        size = num_tables * table_bytes(case.rows, case.dim, "rowwise")
+        runs = [Run(label="worker", contender="satrap", job=job, needed_bytes=size, folder_bytes=0)]
+        if with_paddle:
+            job = {**job, "module": "benchmarks.cluster.paddle"}
+            size = case.rows * (4 * case.dim + PADDLE_ROW_BYTES)
+            runs.append(Run(label="paddle", contender="paddle", job=job, needed_bytes=size))
+        return runs
 
     return Kind(plan=plan, record=module.record, required="worker")
 
@@ -82,8 +83,8 @@ SUITE = Suite(
     full_cases=full_cases(),
     quick_cases=quick_cases(),
     kinds={
-        "echo": kind(echo),
-        "rows": kind(rows, with_paddle=True),
+        "echo": kind(echo, 0),
+        "rows": kind(rows, 2, with_paddle=True),
         "train": kind(train, with_paddle=True),
         "modules": kind(train),
         "bytes": kind(wire),

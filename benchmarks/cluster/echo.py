@@ -88,13 +88,7 @@ class RawClient:
 
 def _receive(connection: socket.socket, memory: memoryview) -> bool:
     """Fill the memory; return False if the connection ended."""
-    received = 0
-    while received < len(memory):
-        size = connection.recv_into(memory[received:])
-        if not size:
-            return False
-        received += size
-    return True
+    return connection.recv_into(memory, 0, socket.MSG_WAITALL) == len(memory)
 
 
 @contextmanager

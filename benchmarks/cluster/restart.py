@@ -24,11 +24,13 @@ from benchmarks.harness.case import Case
 from benchmarks.harness.clock import noise_between, peak_resident_bytes, read_cpu
 from benchmarks.harness.record import Rounds
 from benchmarks.workload import BATCH_IDS, total_rows
+from satrap.config.features import Features
 
 
 def measure(job: Mapping[str, Any]) -> dict[str, Any]:
     """Measure `num_steps` kills."""
-    features, rows, threads = tables.features_of(job), job["rows"], job["num_threads"]
+    rows, threads = job["rows"], job["num_threads"]
+    features = Features(tables.one_table(rows, job["dim"]))
     batch = inputs_of(np.random.default_rng(job["part"]).integers(0, total_rows(rows), BATCH_IDS))
     options = ["--shared", str(Path(job["folder"], "rows"))]
     with ExitStack() as stack, ExitStack() as server, ThreadPoolExecutor(1) as pool:

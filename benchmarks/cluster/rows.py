@@ -6,14 +6,14 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.cluster import tables
-from benchmarks.cluster.batches import ids_of
+from benchmarks.cluster import ids_of, tables
 from benchmarks.cluster.processes import satrap_server
 from benchmarks.contenders.satrap_table import inputs_of
 from benchmarks.harness.case import Case
 from benchmarks.harness.clock import noise_between, peak_resident_bytes, read_cpu
 from benchmarks.harness.record import Rounds
 from benchmarks.workload import BATCH_IDS
+from satrap.config.features import Features
 from satrap.worker.local_rows import local_worker
 
 TURN = 5
@@ -21,7 +21,8 @@ TURN = 5
 
 def measure(job: Mapping[str, Any]) -> dict[str, Any]:
     """Measure both workers in turns."""
-    features, num_warmup, threads = tables.features_of(job, num_tables=2), job["num_warmup"], job["num_threads"]
+    features, num_warmup = Features(tables.one_table(job["rows"], job["dim"])), job["num_warmup"]
+    threads = job["num_threads"]
     batches, gradient = [inputs_of(numbers) for numbers in ids_of(job)], tables.gradient_of(features)
     with satrap_server(threads) as (address, pid), tables.connected(features, [address], threads) as remote:
         local = local_worker(features, num_threads=threads)

@@ -4,17 +4,16 @@ All use row-wise Adagrad, which Paddle's servers have too. Every row exists befo
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
-from benchmarks.cluster.batches import GRADIENT
+from benchmarks.cluster import GRADIENT
 from benchmarks.contenders import satrap_table
 from benchmarks.contenders.satrap_table import inputs_of
-from benchmarks.harness.clock import available_bytes
-from benchmarks.workload import BATCH_IDS, SAMPLES, Floats, table_bytes, total_rows
+from benchmarks.workload import BATCH_IDS, SAMPLES, Floats, total_rows
 from satrap import RowWiseAdagrad, Table
 from satrap.config.features import Features
 from satrap.config.job import Job
@@ -29,19 +28,6 @@ LR = 0.05
 def one_table(rows: int, dim: int) -> dict[str, Table]:
     """Return the features, as `satrap.Embeddings` accepts them."""
     return satrap_table.one_table(rows, dim, RowWiseAdagrad(lr=LR))
-
-
-def features_of(job: Mapping[str, Any], num_tables: int = 1) -> Features:
-    """Return the features of a job whose tables fit in memory."""
-    require_memory(job, num_tables)
-    return Features(one_table(job["rows"], job["dim"]))
-
-
-def require_memory(job: Mapping[str, Any], num_tables: int = 1) -> None:
-    """Refuse a round that would not fit in memory."""
-    needed, available = num_tables * table_bytes(job["rows"], job["dim"], "rowwise"), available_bytes()
-    if needed > available:
-        raise RuntimeError(f"needs {needed / 2**30:.1f} GiB of memory and {available / 2**30:.1f} are available")
 
 
 @contextmanager

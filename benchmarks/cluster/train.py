@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.cluster import tables
-from benchmarks.cluster.batches import MODES, TOP, samples_of
+from benchmarks.cluster import MODES, TOP, samples_of, tables
 from benchmarks.cluster.processes import satrap_server
 from benchmarks.contenders.satrap_table import inputs_of
 from benchmarks.harness.case import Case
@@ -66,7 +65,6 @@ class Mode:
 def measure(job: Mapping[str, Any]) -> dict[str, Any]:
     """Measure both modes in turns."""
     threads, num_warmup = job["num_threads"], job["num_warmup"]
-    tables.require_memory(job)
     torch.set_num_threads(threads)
     with ExitStack() as servers:
         given = [servers.enter_context(satrap_server(threads)) for _ in range(NUM_SERVERS[job["kind"]])]

@@ -8,14 +8,14 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.cluster import tables
-from benchmarks.cluster.batches import ids_of
+from benchmarks.cluster import ids_of, tables
 from benchmarks.cluster.processes import satrap_server
 from benchmarks.cluster.proxy import CountingProxy
 from benchmarks.contenders.satrap_table import inputs_of
 from benchmarks.harness.case import Case
 from benchmarks.harness.record import Rounds
 from benchmarks.workload import NUM_FEATURES, SAMPLES
+from satrap.config.features import Features
 
 
 def naive_bytes(dim: int) -> int:
@@ -30,7 +30,7 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
 
 def count(job: Mapping[str, Any], wire: str) -> dict[str, Any]:
     """Return the bytes of a sample, the mean over some steps."""
-    features, threads, counts = tables.features_of(job), job["num_threads"], []
+    features, threads, counts = Features(tables.one_table(job["rows"], job["dim"])), job["num_threads"], []
     gradient = tables.gradient_of(features)
     with (
         satrap_server(threads) as (address, _),

@@ -98,7 +98,7 @@ class Results:
     def _rate_of_torch(self, record: dict[str, Any]) -> float | None:
         """Return the samples/s of plain torch with the setting of a record; None: there is none."""
         contender, _, setting = record["item"].partition("/")
-        if contender != "satrap" or "samples_per_s" not in record:
+        if contender not in ("satrap", "satrap_direct") or "samples_per_s" not in record:
             return None
         peer = "torch/" + re.sub(r"staleness \d+", "staleness 0", re.sub(r"^\w+", "float32", setting))
         rates = {each["item"]: each["samples_per_s"] for each in self.records if "samples_per_s" in each}

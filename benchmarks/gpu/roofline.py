@@ -55,17 +55,18 @@ def sample_of(
     is_half: bool,
     value_bytes: int = FLOAT,
     output_bytes: int = FLOAT,
+    is_checked: bool = True,
     moved: float = 0.0,
     num_rows: int = NUM_FEATURES,
 ) -> Sample:
     """Return what a sample takes. unique: its ids that no other sample of the batch has named before, on average.
 
     is_half: the dense network computes in 16 bits. value_bytes: of a number of a row. output_bytes: of one that is
-    looked up, and of its gradient. moved: rows from home.
+    looked up, and of its gradient. is_checked: a pass looks for gradients that are not finite. moved: rows from home.
     """
     row, line = dim * value_bytes, dim * output_bytes
     lookup = num_rows * (row + line + PLACE)
-    check = num_rows * line
+    check = is_checked * num_rows * line
     update = num_rows * (line + PLACE) + unique * (2 * row + 3 * PLACE)
     runs = num_rows * PLACE + unique * (3 * PLACE + (ID if value_bytes < FLOAT else 0))
     moves = moved * 2 * row

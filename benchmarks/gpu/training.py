@@ -29,6 +29,7 @@ from benchmarks.workload import NUM_DENSE, NUM_FEATURES, hashed_ids, row_numbers
 from satrap.data.inputs import Inputs
 from satrap.device.home_memory import DTYPES
 from satrap.models import DLRM
+from satrap.monitor.memory import memory
 
 DIM, LR, RANGE = 128, 0.1, 0.01
 BATCHES, TIER_BATCHES = 4, 32
@@ -38,6 +39,8 @@ ROUND_SECONDS = 1.5
 FILL_SECONDS = 10.0
 """At most, for rows that no batch names."""
 MOST_TRACE_BYTES = 15 << 20
+DEVICE_SHARE = 0.75
+"""The part of the device's free memory that the rows of the largest model take."""
 AMP = {"amp-fp16": torch.float16, "amp-bf16": torch.bfloat16}
 
 
@@ -55,39 +58,45 @@ class Setting:
     ids: str = "zipf"
     share: float = 1.0
     """The part of the rows that is on the device; the others are at home."""
+    is_largest: bool = False
+    """Whether there are as many rows as fit on the device and in memory; `share` follows from it."""
 
     @property
     def output_dtype(self) -> Any:
         """The dtype of the rows that the model gets: that of autocast, if it is bfloat16."""
-        return "bfloat16" if (self.contender, self.precision) == ("satrap", "amp-bf16") else "float32"
+        return "bfloat16" if self.contender != "torch" and self.precision == "amp-bf16" else "float32"
 
     @property
     def name(self) -> str:
         """The name of the item."""
         compiled = "compiled" if self.compiled else "eager"
-        share = f"/{self.share:.0%} on the device" if self.share < 1 else ""
+        share = "/largest" if self.is_largest else f"/{self.share:.0%} on the device" if self.share < 1 else ""
         return f"{self.contender}/{self.rows}/{self.precision}/{compiled}/staleness {self.staleness}/{self.ids}{share}"
 
 
-def with_torch(setting: Setting) -> list[Setting]:
-    """Return a setting, and the same for plain PyTorch."""
-    return [setting, replace(setting, contender="torch", staleness=0)]
+def with_all(setting: Setting) -> list[Setting]:
+    """Return a setting for tables with `num_rows`, for hashed ones and for plain PyTorch."""
+    return [replace(setting, contender=contender) for contender in ("satrap_direct", "satrap", "torch")]
 
 
 def settings() -> list[Setting]:
     """Return all settings of the part, the most important ones first; those that share tables follow one another."""
-    base = Setting()
+    base, direct = Setting(), Setting(contender="satrap_direct")
     compiled = replace(base, compiled=True)
     return [
-        *with_torch(base),
-        *with_torch(compiled),
-        *with_torch(replace(compiled, ids="uniform")),
+        *with_all(compiled),
+        *with_all(base),
+        *with_all(replace(compiled, ids="uniform")),
+        *with_all(replace(base, precision="fp32")),
+        *with_all(replace(compiled, precision="amp-bf16")),
         replace(compiled, staleness=1),
         replace(compiled, staleness=1, ids="uniform"),
-        replace(compiled, staleness=1, rows="float16"),
-        replace(compiled, staleness=1, rows="float16", ids="uniform"),
-        *with_torch(replace(base, precision="fp32")),
-        *with_torch(replace(compiled, precision="amp-bf16")),
+        *(
+            replace(with_index, compiled=True, rows="float16", staleness=staleness, ids=ids)
+            for with_index, staleness in ((direct, 0), (base, 1))
+            for ids in ("zipf", "uniform")
+        ),
+        replace(direct, compiled=True, rows="bfloat16", precision="amp-bf16"),
         replace(compiled, rows="bfloat16", precision="amp-bf16"),
         replace(base, ids="uniform"),
         replace(base, precision="fp32", ids="uniform"),
@@ -123,13 +132,18 @@ class Step:
 
 
 class SatrapTables:
-    """26 tables on the device, one for each feature."""
+    """26 tables on the device, one for each feature, hashed or with `num_rows`: the latter leave out gradients that are
+    not finite, as they add them, since NVIDIA's model checks none."""
 
     def __init__(self, rows: int, samples: int, setting: Setting, fill_seconds: float) -> None:
-        """Insert rows that no batch names, for so many seconds at most."""
+        """Insert rows that no batch names, for so many seconds at most; with `num_rows` all exist."""
         self.samples, self.rows_per_feature = samples, rows_per_feature(rows)
-        capacity = int(self.rows_per_feature * CAPACITY_SLACK) + 1
-        how: dict[str, Any] = {"dim": DIM, "dtype": setting.rows, "optimizer": satrap.SGD(lr=LR), "capacity": capacity}
+        self.is_direct = setting.contender == "satrap_direct"
+        how: dict[str, Any] = {"dim": DIM, "dtype": setting.rows, "optimizer": satrap.SGD(lr=LR)}
+        if self.is_direct:
+            how |= {"num_rows": self.rows_per_feature, "on_nonfinite": "skip"}
+        else:
+            how["capacity"] = int(self.rows_per_feature * CAPACITY_SLACK) + 1
         tables = [
             satrap.Table(f"c{number}", initial=satrap.Uniform(-RANGE, RANGE), **how) for number in range(NUM_FEATURES)
         ]
@@ -145,7 +159,7 @@ class SatrapTables:
         )
         # A stream is trained by an optimizer, even one whose batches are all dropped.
         self.embeddings.optimizer(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=LR))
-        until = time.perf_counter() + fill_seconds
+        until = time.perf_counter() + (0.0 if self.is_direct else fill_seconds)
         with self.embeddings.stream(self._every_row()) as stream:
             for batch in stream:
                 del batch  # dropped: its rows are inserted
@@ -155,6 +169,8 @@ class SatrapTables:
 
     def num_rows(self) -> int:
         """Return how many rows there are."""
+        if self.is_direct:
+            return NUM_FEATURES * self.rows_per_feature
         return sum(len(store) for store in self.embeddings.tables.values())
 
     def moved_rows(self) -> int:
@@ -170,7 +186,11 @@ class SatrapTables:
     def _inputs(self, numbers: Any, dense: Any = None, labels: Any = None) -> Inputs:
         names = self.embeddings.features.names
         size = len(numbers) // NUM_FEATURES
-        return Inputs(names=names, values=hashed_ids(numbers), batch_size=size, dense=dense, label=labels)
+        ids = hashed_ids(numbers)
+        if self.is_direct:  # the features' numbers follow one another
+            firsts = np.repeat(np.arange(NUM_FEATURES) * self.rows_per_feature, size)
+            ids = (numbers - firsts).astype(np.int32)
+        return Inputs(names=names, values=ids, batch_size=size, dense=dense, label=labels)
 
     def steps(self, setting: Setting, batches: Sequence[Any]) -> Iterator[Tensor]:
         """Train without end, and yield the loss of each step."""
@@ -303,6 +323,7 @@ class Training:
             is_half=setting.precision != "fp32",
             value_bytes=DTYPES[setting.rows].itemsize,
             output_bytes=DTYPES[setting.output_dtype].itemsize,
+            is_checked=setting.contender == "satrap" and setting.precision != "amp-fp16",
         )
         sheet = sheet_of(torch.cuda.get_device_name()) if device().type == "cuda" else None
         rates: dict[str, float | None] = {"flops": sheet.flops if sheet else None}
@@ -312,6 +333,16 @@ class Training:
             "limits": {name: round(limit) for name, limit in found.items()},
             "share_of_limit": round(rate / min(found.values()), 4),
         }
+
+
+def largest_model(setting: Setting) -> tuple[int, float]:
+    """Return how many rows fit on the device and in half of the memory that is free, and the part on the device."""
+    if device().type == "cpu":
+        return 2 * sizes().rows, 0.5
+    (free, _), (used, allowed) = torch.cuda.mem_get_info(), memory()["machine"]
+    row_bytes = DIM * DTYPES[setting.rows].itemsize
+    on_device, at_home = int(DEVICE_SHARE * free) // row_bytes, (allowed - used) // 2 // row_bytes
+    return on_device + at_home, on_device / (on_device + at_home)
 
 
 def stages_of(tables: Any) -> dict[str, float]:
@@ -342,11 +373,12 @@ class Profile(Training):
 
     def __init__(self, job: Any) -> None:
         super().__init__(job)
-        self.names = [Setting(compiled=True).name]
+        self._setting = Setting(contender="satrap_direct", compiled=True)
+        self.names = [self._setting.name]
 
     def measure(self, name: str) -> dict[str, Any]:
         """Write the table and the trace, which is left out if it is too large."""
-        setting = Setting(compiled=True)
+        setting = self._setting
         steps = self.tables_of(setting, 0.0).steps(setting, draw_batches(self.rows, setting.ids, self.samples))
         for _ in range(2 * WARMUP):
             next(steps)
@@ -374,16 +406,32 @@ class Tiers(Training):
         super().__init__(job)
         self._settings = {
             setting.name: setting
-            for setting in (Setting(share=share, ids=ids) for ids in ("zipf", "uniform") for share in (0.5, 0.1))
+            for setting in (
+                Setting(contender=contender, share=share, ids=ids)
+                for contender in ("satrap_direct", "satrap")
+                for ids in ("zipf", "uniform")
+                for share in (0.5, 0.1)
+            )
         }
+        largest = Setting(contender="satrap_direct", rows="float16", compiled=True, is_largest=True)
+        self._settings[largest.name] = largest
         self.names = list(self._settings)
-        self.num_batches = TIER_BATCHES
         self._rows_per_s: float | None = None
 
     def measure(self, name: str) -> dict[str, Any]:
         """Train with a half or a tenth of the rows on the device. Rows are inserted in a third of the time that is left
-        for a setting; a batch has as many samples as leave room for its rows in a quarter of the device's."""
+        for a setting; a batch has as many samples as leave room for its rows in a quarter of the device's. Of tables
+        with `num_rows`, which are divided once, all rows exist."""
         setting = self._settings[name]
+        if setting.contender == "satrap_direct":
+            self.rows, self.samples, self.num_batches = sizes().rows, sizes().samples, BATCHES
+            if setting.is_largest:
+                self.rows, share = largest_model(setting)
+                setting = replace(setting, share=share)
+            found = self.train(setting)
+            self.release(setting.contender)
+            return found
+        self.num_batches = TIER_BATCHES
         if self._rows_per_s is None:
             self._rows_per_s = self._measure_insertions(setting)
         seconds = self.job.seconds_left() / (len(self.names) - self.names.index(name)) / 3

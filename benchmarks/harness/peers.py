@@ -49,27 +49,23 @@ PADDLE = Environment(
 
 
 ENVIRONMENTS = {"torchrec": TORCHREC, "fbgemm": TORCHREC, "paddle": PADDLE}
-# Contenders that this interpreter may have, and the module that each needs.
-MODULES = {
-    "satrap": "satrap.table.store",
-    "satrap_direct": "satrap.table.store",
-    "torch": "torch",
-    "index_select": "torch",
-}
 
 
 def environments_of(contenders: Sequence[str]) -> list[Environment]:
     """Return the environments that these contenders need."""
-    needed = [ENVIRONMENTS[name].name for name in contenders if name in ENVIRONMENTS]
-    return [environment for environment in (TORCHREC, PADDLE) if environment.name in needed]
+    needed = [ENVIRONMENTS.get(name) for name in contenders]
+    return [environment for environment in (TORCHREC, PADDLE) if environment in needed]
 
 
 @cache
 def find_python(contender: str) -> Path | None:
     """Return the interpreter of a contender: this one where it suffices, else its environment's; None without it."""
-    if contender in MODULES and imports(Path(sys.executable), MODULES[contender]):
-        return Path(sys.executable)
-    return None if contender.startswith("satrap") else peers_python(ENVIRONMENTS.get(contender, TORCHREC))
+    here = Path(sys.executable)
+    if contender.startswith("satrap"):
+        return here if imports(here, "satrap.table.store") else None
+    if contender not in ENVIRONMENTS and imports(here, "torch"):
+        return here
+    return peers_python(ENVIRONMENTS.get(contender, TORCHREC))
 
 
 def peers_python(environment: Environment) -> Path | None:

@@ -6,6 +6,7 @@ drifts for both sides. Rounds that something else on the machine disturbed stay 
 spread are those of the clean rounds if there are any.
 """
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,6 +16,8 @@ from benchmarks.harness.forms import ONE_THREAD, labels_of
 from benchmarks.harness.rounds import Results, Round
 
 SAME_WORK = 1e-3
+# The 97.5 % quantile of Student's t, by degrees of freedom.
+T95 = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 NOT_FIGURES = ("other_cpu", "steal", "noisy")
 
 Figure = dict[str, Any]
@@ -158,6 +161,15 @@ def complaints(record: Mapping[str, Any]) -> list[str]:
     if record.get("same_work") is False:
         lines.append(f"{record['case']}: the contenders changed their rows differently: {record['change']}")
     return lines
+
+
+def interval(values: Sequence[float]) -> Figure:
+    """Return the mean of one value per seed and its 95 % interval, which one or more than ten values do not have."""
+    mean, count = statistics.fmean(values), len(values)
+    reach = T95[count - 1] * statistics.stdev(values) / math.sqrt(count) if 1 < count <= len(T95) else math.inf
+    numbers = {"mean": mean, "low": mean - reach, "high": mean + reach}
+    known = {name: round(value, 6) if math.isfinite(value) else None for name, value in numbers.items()}
+    return {**known, "values": [round(value, 6) for value in values]}
 
 
 def each(rounds: Sequence[Round], name: str) -> list[Any]:

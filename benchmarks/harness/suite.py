@@ -78,8 +78,7 @@ class Suite:
         if options.rounds is None:
             options.rounds = self.num_quick_rounds if options.quick else self.num_rounds
         for name in ("rounds", "steps"):
-            value = getattr(options, name)
-            if value is not None and value < 1:
+            if (value := getattr(options, name)) is not None and value < 1:
                 parser.error(f"--{name} must be at least 1, found {value}")
         return options
 

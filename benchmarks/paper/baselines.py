@@ -10,7 +10,7 @@ from itertools import product
 
 import numpy as np
 
-from benchmarks.accuracy.figures import interval
+from benchmarks.harness.record import interval
 from benchmarks.paper.cell import CannotRunError, Cell, Done, Figures
 from benchmarks.paper.convergence import Data
 from benchmarks.paper.training import Setting, train

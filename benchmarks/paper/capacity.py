@@ -26,9 +26,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 import satrap
-from benchmarks.accuracy.figures import interval
 from benchmarks.harness.clock import available_bytes, noise_between, read_cpu, resident_bytes
 from benchmarks.harness.machine import ROOT
+from benchmarks.harness.record import interval
 from benchmarks.paper.cell import CannotRunError, Cell, Done, Figures
 from benchmarks.paper.convergence import Data, tuned
 from benchmarks.paper.training import train

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
 
-from benchmarks.accuracy.figures import interval
+from benchmarks.harness.record import interval
 from benchmarks.paper.cell import Cell, Done, Figures
 from benchmarks.paper.samples import Split, load
 from benchmarks.paper.training import Setting, train

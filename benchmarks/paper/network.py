@@ -15,11 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cluster.link import Shape
-from benchmarks.cluster.machines import emulated, unable
 from benchmarks.cluster.processes import receive, satrap_server, talking
 from benchmarks.harness.clock import noise_between, read_cpu
 from benchmarks.paper.cell import CannotRunError, Cell, Done, Figures
+from benchmarks.paper.link import Shape
+from benchmarks.paper.machines import emulated, unable
 
 LINK = Shape(gbit=0.2, delay_ms=1.0)
 DEVICE_SECONDS = 0.02

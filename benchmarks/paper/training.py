@@ -8,6 +8,8 @@ have `staleness`, and what torch holds is late because its gradients wait in a q
 """
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -16,7 +18,6 @@ import numpy as np
 import torch
 
 import satrap
-from benchmarks.accuracy.training import one_thread
 from benchmarks.paper.samples import Samples, Split, feature_names
 from satrap.monitor.metrics import auc
 
@@ -143,6 +144,17 @@ def train(
             aucs.append(evaluate(model, target))
             places.append(end)
     return {"auc": aucs[-1], "aucs": aucs, "samples": places}
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Make torch compute in this thread alone, since the order of its sums depends on their number."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _loss(logits: torch.Tensor, label: torch.Tensor) -> torch.Tensor:

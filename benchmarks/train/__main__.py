@@ -47,7 +47,7 @@ TURN = 5
 FEWER_STEPS = 4  # divides the steps of a heavy model
 FEWER_WARMUP = 2
 FRAMEWORK_BYTES = 3 << 30  # activations, batches, what a source reads ahead, and the framework itself
-LINE_BYTES = 260  # a line of Criteo's text, at most
+LINE_BYTES = 280  # a line of Criteo's text, at most
 # Frameworks draw other first weights and rows, and a step of Adagrad depends on the gradients before it.
 SAME_WORK = 0.2
 
@@ -171,8 +171,6 @@ def record_train(case: Case, rounds: Rounds) -> dict[str, Any]:
     """Return rates and costs of every contender, their ratios, losses, and what each changed."""
     names = ("samples_per_s", "step_ms", "dense_ms", "cost_ms")
     record: dict[str, Any] = {name: rounds.spreads(name) for name in names}
-    for label, intervals in rounds.values("cost_interval_ms").items():
-        record["cost_ms"][label]["intervals"] = intervals
     others = {
         "cost_ratio": rounds.against("satrap", PEERS, rounds.values("cost_ms"), min),
         "cost_ratio_direct": rounds.against("satrap_direct", PEERS, rounds.values("cost_ms"), min),

@@ -1,9 +1,8 @@
 """Timing one contender: every whole step is followed by a step of the same model with fixed embeddings.
 
 The cost of the embeddings is a whole step minus a step of the dense network alone. Both drift by more than the
-difference, so they are taken in turn and subtracted pair by pair; the median of the differences has an interval that
-says how well it is known. Several modes of a contender on one table (staleness 0 and 4) take turns of a few steps, so
-that noise of the machine affects them alike.
+difference, so they are taken in turn and subtracted pair by pair. Several modes of a contender on one table (staleness
+0 and 4) take turns of a few steps, so that noise of the machine affects them alike.
 
 The process is pinned to as many cores as the case has threads: no contender may use more, and work beside a whole step
 cannot hide in the dense step that follows, since torch has all cores.
@@ -123,13 +122,11 @@ def summarize(stream: Stream, num_warmup: int) -> dict[str, Any]:
     """Return the figures of one mode with one model; times in milliseconds."""
     whole, alone = stream.whole[num_warmup:], stream.alone[num_warmup:]
     costs = [1e3 * (step - dense) for step, dense in zip(whole, alone, strict=True)]
-    low, high = median_interval(costs)
     return {
         "samples_per_s": round(SAMPLES * len(whole) / sum(whole)),
         "step_ms": round(1e3 * statistics.median(whole), 3),
         "dense_ms": round(1e3 * statistics.median(alone), 3),
         "cost_ms": round(statistics.median(costs), 3),
-        "cost_interval_ms": [round(low, 3), round(high, 3)],
         **first_and_last(stream.losses),
     }
 
@@ -141,19 +138,3 @@ def first_and_last(losses: Sequence[Any]) -> dict[str, float]:
         raise RuntimeError(f"expected finite losses, found {numbers}")
     ends = {"loss_first": numbers[:LOSS_STEPS], "loss_last": numbers[-LOSS_STEPS:]}
     return {name: round(statistics.fmean(some), 4) for name, some in ends.items()}
-
-
-def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return two values of the sample that enclose the true median in 95 of 100 samples, for any distribution.
-
-    The number of values below the true median is binomial(n, 1/2); few values give their whole range.
-    """
-    ordered, count = sorted(values), len(values)
-    tail, below = 0.0, 0
-    while below < count // 2:
-        tail += math.comb(count, below) * 0.5**count
-        if tail > 0.025:
-            break
-        below += 1
-    first = max(0, below - 1)
-    return ordered[first], ordered[count - 1 - first]

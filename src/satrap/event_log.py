@@ -21,6 +21,7 @@ from typing import Any
 
 FORMATS = ("text", "json")
 _ROUTINE = re.compile(r'\d{4}-\d\d-\d\dT\S+Z (?:DEBUG|INFO) |\{"time": "[^"]*", "level": "(?:DEBUG|INFO)"')
+_CHECKPOINT = re.compile(r"\S+ INFO (?:\S+ ){4}satrap\.checkpoint: (.*(?<! begun)\n)", re.DOTALL)
 _TRAINER = "trainer"
 # Control characters, which a peer may have put into a name: a line stays one line, and moves no cursor.
 _ESCAPES = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))} | {0x2028: "\\u2028", 0x2029: "\\u2029"}
@@ -74,6 +75,15 @@ def event(name: str, /, **values: Any) -> dict[str, Any]:
 def is_routine(line: str) -> bool:
     """Return whether a line of either format has a level below WARNING."""
     return _ROUTINE.match(line) is not None
+
+
+def message_for_terminal(line: str) -> str | None:
+    """Return what a terminal shows of a line that a trainer wrote, or None. A line of the log below WARNING is shown
+    only if it says what became of a checkpoint, as its message. Lines in JSON are not known."""
+    if not is_routine(line):
+        return line
+    told = _CHECKPOINT.match(line)
+    return None if told is None else f"satrap run: {told[1]}"
 
 
 def formatter(name: str) -> logging.Formatter:

@@ -14,9 +14,8 @@ import pytest
 import torch
 from benchmarks.accuracy import __main__ as accuracy
 from benchmarks.accuracy import adult, synthetic
-from benchmarks.accuracy.figures import T95, interval
 from benchmarks.harness.case import Case, Target
-from benchmarks.harness.record import complaints, make_record
+from benchmarks.harness.record import T95, complaints, interval, make_record
 from examples import flights
 
 from satrap.data.synthetic import Clicks

@@ -7,12 +7,13 @@ import os
 import socket
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from benchmarks.cluster import echo, paddle, paddle_role, tables
+from benchmarks.cluster import echo, paddle, tables
 from benchmarks.cluster.__main__ import SUITE, main
 from benchmarks.cluster.proxy import CountingProxy
 from benchmarks.harness import peers
@@ -108,6 +109,18 @@ def test_a_peer_that_is_missing_is_left_out_and_one_that_fails_is_named(
     assert "Paddle's server exited with status 1" in failures[0]
 
 
+@pytest.mark.parametrize("name", ["rows", "train", "modules", "bytes", "restart"])
+def test_a_table_that_does_not_fit_in_memory_is_left_out(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (case,) = select_cases(SUITE.quick_cases, [name])
+    monkeypatch.setattr(peers, "find_python", lambda contender: Path(sys.executable))
+    options = SUITE.parse(["--quick", "--tmpfs", str(tmp_path)])
+    assert SUITE.measure([replace(case, rows=10**12)], options, tmp_path) == ({}, [])
+    assert "worker left out: it needs" in (printed := capsys.readouterr().err)
+    assert ("paddle left out: it needs" in printed) == (name in ("rows", "train"))
+
+
 def test_the_raw_peer_replies_with_as_many_floats() -> None:
     cores = sorted(os.sched_getaffinity(0))
     with echo.server("raw", {"dim": 4, "max_ids": 100, "cores": cores}) as (port, _):
@@ -154,17 +167,15 @@ def test_filling_creates_every_row() -> None:
     worker = local_worker(Features(tables.one_table(BATCH_IDS + 1000, 4)), num_threads=1)
     tables.fill(worker, worker.tables, BATCH_IDS + 1000)
     assert len(worker.tables["ids"]) == (BATCH_IDS + 1000) // NUM_FEATURES * NUM_FEATURES
-    with pytest.raises(RuntimeError, match=r"needs .* GiB of memory"):
-        tables.features_of({"rows": 10**12, "dim": 64})
 
 
 def test_paddle_gets_the_same_rows_sample_by_sample_and_its_processes_know_each_other() -> None:
     like = {"ids": np.zeros((4, 1)), "dense": np.ones((SAMPLES, 13), np.float32)}
-    parts = list(paddle_role.filling({"rows": BATCH_IDS + 1000}, like))
+    parts = list(paddle.filling({"rows": BATCH_IDS + 1000}, like))
     assert np.array_equal(np.concatenate([part["ids"] for part in parts]).ravel(), np.arange(BATCH_IDS + 988))
     assert [len(part["dense"]) * NUM_FEATURES for part in parts] == [len(part["ids"]) for part in parts]
     numbers = np.arange(NUM_FEATURES * 3)
-    assert paddle_role.by_sample(numbers)[:NUM_FEATURES, 0].tolist() == list(range(0, NUM_FEATURES * 3, 3))
+    assert paddle.by_sample(numbers)[:NUM_FEATURES, 0].tolist() == list(range(0, NUM_FEATURES * 3, 3))
     first, second = paddle.free_ports(2)
     server, trainer = (paddle.environment(role, (first, second), 2) for role in ("PSERVER", "TRAINER"))
     assert (server["PADDLE_PORT"], trainer["PADDLE_PORT"]) == (str(first), str(second))

@@ -8,10 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
-from benchmarks.cluster import link, machines
-from benchmarks.cluster.link import Network, Shape
 from benchmarks.cluster.processes import receive, talking
 from benchmarks.harness.machine import ROOT
+from benchmarks.paper import link, machines
+from benchmarks.paper.link import Network, Shape
 
 pytestmark = pytest.mark.draw(6)
 emulation = pytest.mark.skipif(machines.unable() is not None, reason=str(machines.unable()))
@@ -110,7 +110,7 @@ def test_packets_cross_and_are_counted() -> None:
 @emulation
 def test_machines_end_with_their_parent() -> None:
     code = (
-        "import json, time; from benchmarks.cluster.machines import emulated\n"
+        "import json, time; from benchmarks.paper.machines import emulated\n"
         "with emulated(2) as made: print(json.dumps([made.switch_pid, *made._holders]), flush=True); time.sleep(600)"
     )
     driver = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT)

@@ -298,11 +298,12 @@ def test_steps_are_trained_in_every_setting(job: Job) -> None:
     assert {each.precision for each in settings} == {"fp32", "amp-fp16", "amp-bf16"}
     assert {(each.compiled, each.staleness) for each in settings} == {(False, 0), (True, 0), (True, 1)}
     assert {(each.contender, each.ids) for each in settings} == {
-        (name, ids) for name in ("satrap", "torch") for ids in ("zipf", "uniform")
+        (name, ids) for name in ("satrap", "satrap_direct", "torch") for ids in ("zipf", "uniform")
     }
     losses = []
-    others = (next(name for name in part.names if each in name) for each in ("float16", "satrap/float32/amp-bf16"))
-    for item in (*part.names[:2], part.names[3], *others):
+    wanted = ("satrap/float16", "satrap/float32/amp-bf16", "satrap_direct/float32/amp-bf16", "satrap_direct/float16")
+    others = (next(name for name in part.names if name.startswith(each)) for each in wanted)
+    for item in (*part.names[:4], *others):
         found = part.measure(item)
         json.dumps(found)
         assert found["samples_per_s"] > 0 and found["range"][0] <= found["samples_per_s"] <= found["range"][1]
@@ -317,7 +318,7 @@ def test_ten_steps_are_profiled(job: Job, monkeypatch: pytest.MonkeyPatch) -> No
     part = training.Profile(job)
     (item,) = part.names
     assert part.measure(item) | {"trace_bytes": 0} == {"steps": 10, "trace_bytes": 0, "kept": True}
-    assert "10 steps of satrap/float32" in (job.out / "profile.txt").read_text()
+    assert "10 steps of satrap_direct/float32" in (job.out / "profile.txt").read_text()
     assert (job.out / "trace.json.gz").read_bytes()[:2] == b"\x1f\x8b"
     monkeypatch.setattr(training, "MOST_TRACE_BYTES", 10)
     assert part.measure(item)["kept"] is False and not (job.out / "trace.json.gz").exists()
@@ -325,10 +326,14 @@ def test_ten_steps_are_profiled(job: Job, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_rows_move_between_two_tiers(job: Job) -> None:
     part = training.Tiers(job)
-    assert len(part.names) == 4
-    for item in (part.names[0], part.names[-1]):
+    assert len(part.names) == 9
+    for item in (part.names[4], part.names[-2]):
         found = part.measure(item)
         assert found["moved_rows_per_step"] > 0 and found["rows"] <= part.rows and found["rows_per_s_inserted"] > 0
+    for item in (*part.names[:4], part.names[-1]):
+        found = part.measure(item)
+        assert found["moved_rows_per_step"] == 0
+        assert found["rows"] == TINY.rows * (2 if item.endswith("/largest") else 1)
 
 
 def test_a_file_of_text_keeps_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,14 +348,14 @@ def test_a_file_of_text_keeps_its_end(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_the_summary_compares_contenders_and_names_failures(tmp_path: Path) -> None:
     written = Results(tmp_path)
-    for item, rate in (("torch/float32", 100), ("satrap/float16", 250), ("satrap/bfloat16", 50)):
+    for item, rate in (("torch/float32", 100), ("satrap/float16", 250), ("satrap_direct/bfloat16", 50)):
         written.add(
             "steps", f"{item}/fp32/eager/staleness {int('16' in item)}/zipf", {"status": "ok", "samples_per_s": rate}
         )
     written.add("steps", "satrap/float32/amp-fp16/eager/staleness 0/zipf", {"status": "ok", "samples_per_s": 7})
     written.add("tiers", "a half", {"status": "crashed", "error": "status -9"})
     lines = written.summarise("done").splitlines()
-    shown = [line for line in lines if line.startswith("  satrap/")]
+    shown = [line for line in lines if line.startswith("  satrap")]
     assert ["2.50 of torch" in shown[0], "0.50 of torch" in shown[1], "of torch" in shown[2]] == [True, True, False]
     assert "CRASHED: status -9" in lines[-5] and lines[-3:] == ["5 items, 1 failed", "  tiers: a half", "done"]
 

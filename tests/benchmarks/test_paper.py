@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from benchmarks.accuracy.training import one_thread
 from benchmarks.cluster.processes import satrap_server
 from benchmarks.paper import __main__ as command
 from benchmarks.paper import campaign, samples, theory, training
@@ -80,7 +79,7 @@ def test_late_training_equals_that_of_a_server() -> None:
     setting = training.Setting(mode="async 2", trainers=1, batch=32)
     assert setting.delay == 2 and training.Setting(mode="async 4").delay == 19
     part = split.train.part(slice(640))
-    with one_thread(), satrap_server(1) as (address, _):
+    with training.one_thread(), satrap_server(1) as (address, _):
         model = training.build(setting, split, 1)
         training._train_satrap(model, part, 32)
         torch.manual_seed(1)

@@ -22,6 +22,7 @@ from satrap import Checkpoint, Embeddings, Parquet, Table
 from satrap.checkpoint.run_directory import RunDirectory
 from satrap.checkpoint.run_owner import OWNER
 from satrap.errors import CheckpointError
+from satrap.launch.run_loop import lock_run_folder
 from satrap.run_context import RunContext
 from satrap.storage.folder import Folder
 
@@ -194,6 +195,27 @@ def test_another_file_before_the_position_is_refused(tmp_path: Path) -> None:
         CheckpointError, match=r"file 0 \(name, bytes\) is \['b\.parquet', \d+\] in the checkpoint and \['a"
     ):
         Clicks(tmp_path).run.resume()
+
+
+def test_the_folder_of_a_live_run_is_refused_at_once(tmp_path: Path) -> None:
+    """`satrap run --folder` keeps it locked, so each save there would wait for a minute, and fail."""
+    folder = tmp_path / "run"
+    with lock_run_folder(folder):
+        for name in ("run.json", "status.json"):
+            (folder / name).write_text("{}")
+        job = Job(str(folder), 2)
+        with pytest.raises(CheckpointError, match=r"is the --folder of a live satrap run.* such as .*/checkpoints$"):
+            job.train(every_steps=2)
+        assert job.embeddings.step == 1, "before there is work that cannot be saved"
+        with pytest.raises(CheckpointError, match="is the --folder of a live satrap run"):
+            job.run.save()
+        assert names(folder) == ["run.json", "status.json"]
+        below = Job(str(folder / "checkpoints"), 2)
+        below.train()
+        assert below.run.resume()
+    job = Job(str(folder), 2)
+    job.train()
+    assert Job(str(folder), 2).run.resume(), "the run was killed, and its files are left"
 
 
 def test_a_save_blocked_by_another_process_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

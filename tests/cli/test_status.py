@@ -11,10 +11,12 @@ import pty
 import random
 import re
 import signal
+import socket
 import struct
 import subprocess
 import termios
 import threading
+import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
@@ -226,6 +228,22 @@ def memory_group() -> Iterator[Path]:
                 group.rmdir()
             return
     pytest.skip("needs the permission to create a control group that limits memory")
+
+
+@pytest.mark.alone
+def test_servers_that_do_not_answer_are_waited_for_together() -> None:
+    """A rack is lost, say: its servers neither refuse a connection nor answer."""
+    with ExitStack() as stack:
+        (service,) = stack.enter_context(running_servers(1))
+        silent = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(10)]
+        addresses = [f"tcp://127.0.0.1:{each.getsockname()[1]}" for each in silent]
+        reader = stack.enter_context(RunReader(None, [*addresses[:5], service.address, *addresses[5:]]))
+        start = time.monotonic()
+        answers = reader.read()["answers"]
+        assert time.monotonic() - start < 3 * status._ANSWER_SECONDS
+        assert list(answers) == [*addresses[:5], service.address, *addresses[5:]]
+        assert [address for address, answer in answers.items() if "error" not in answer] == [service.address]
+        assert all("no connection within 3 s" in answers[address]["error"] for address in addresses)
 
 
 def test_the_limit_of_a_servers_own_container_is_shown(

@@ -63,7 +63,7 @@ def test_a_terminal_that_cannot_erase_gets_nothing(tmp_path: Path) -> None:
     assert screen.received == b""
 
 
-@pytest.mark.draw(1)
+@pytest.mark.cluster  # the measurements start processes
 def test_calibrate_names_what_it_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With short measurements of small batches."""
     monkeypatch.setattr(calibration, "_SECONDS", 0.02)

@@ -3,6 +3,7 @@
 import gzip
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -231,6 +232,27 @@ def test_a_script_in_the_style_of_the_formatter(
     assert run(tmp_path, ruff, "format", "--diff", *isolated) == ""
 
 
+def test_the_command_that_is_shown_converts_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    times = pa.array(np.arange(3000) * 7000, pa.int64()).cast(pa.timestamp("s"))
+    path = write(tmp_path, "tsv", clicks().append_column("at", times))
+    assert main(["train", str(path), "--script", str(tmp_path / "text.py")]) == 0
+    shown = re.search(r"on the hour and the weekday of at, .*\n python (-c .*)\)\n", capsys.readouterr().out)
+    assert shown is not None
+    run(tmp_path, sys.executable, *shlex.split(shown[1]))
+    assert main(["train", f"{path}.parquet", "--script", str(tmp_path / "typed.py")]) == 0
+    assert "convert" not in capsys.readouterr().out
+    assert 'time="hour_of_day"' in (tmp_path / "typed.py").read_text()
+
+
+def test_malformed_rows_that_are_allowed_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, "csv", clicks())
+    path.write_text(path.read_text() + "1,only two\n")
+    assert "allow more with max_bad_rows" in error_of(capsys, path, "--out", tmp_path / "refused")
+    output = run(tmp_path, SATRAP, "train", path.name, "--epochs", "1", "--max-bad-rows", "1")
+    assert len(METRICS.findall(output)) == 2, output
+    assert "        max_bad_rows=1,\n" in (tmp_path / "run/train.py").read_text()
+
+
 # -- bad input ---------------------------------------------------------------------------------------------------------
 
 
@@ -267,6 +289,7 @@ def test_files_that_cannot_be_trained_on(
         (["missing.csv"], "there is no such file or folder"),
         (["clicks.csv", "--label", "clik"], "--label: there is no column 'clik'"),
         (["clicks.csv", "--epochs", "0"], "--epochs is 0; expected"),
+        (["clicks.csv", "--max-bad-rows", "-1"], "--max-bad-rows is -1; expected"),
         (["clicks.csv", "--out", "."], "exists and is not empty"),
         (["clicks.csv", "--script", "clicks.csv"], "exists; expected a new file"),
         (["clicks.csv", "--test", "other.csv"], "other.csv has no column 'user_id'"),

@@ -414,6 +414,8 @@ INVALID_ITEMS: list[tuple[Any, dict[str, Any], str]] = [
     ([{"a": ([1],)}], {}, r"item 0: feature 'a' has 1 arrays; expected \(values, offsets\[, weights\]\)"),
     ([{"a": ["x", 1]}], {}, "item 0: column 'a' is a list that cannot be read"),
     ([{"a": [1], "y": [None]}], {"label": "y"}, "item 0, sample 0: the label, column 'y', is missing"),
+    ([{"a": [1, 2], "y": (0, 1)}], {"label": "y"}, "item 0: column 'y' is a tuple that cannot be read"),
+    ([{"a": [1, 2, 3], "y": (0, 1, 1)}], {"label": "y"}, "item 0: column 'y' has 3 arrays; expected .values, offsets"),
     ([Jagged({"b": [[1]]})], {}, "item 0 has no feature 'a'; known are 'b'"),
     ([Jagged({})], {}, "item 0 has no feature 'a'; it has none"),
     ([Uneven(BAGS)], {}, "item 0: 6 offsets of 2 keys; expected one batch size for all keys"),

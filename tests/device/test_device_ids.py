@@ -59,6 +59,7 @@ def three(declared: Features, **options: Any) -> list[Any]:
     ]
 
 
+@pytest.mark.draw(12)
 @pytest.mark.usefixtures("stays")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda each: type(each).__name__)

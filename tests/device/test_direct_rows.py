@@ -3,6 +3,8 @@ a wait for the device and without work of the host for an id."""
 
 from __future__ import annotations
 
+import math
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,10 +32,10 @@ from satrap.config.features import Features
 from satrap.config.optimizers import SGD, Adagrad
 from satrap.config.tables import Normal
 from satrap.data.inputs import Inputs
-from satrap.device import home_memory
+from satrap.device import device_blocks, home_memory
 from satrap.device.direct_ids import DirectIds
 from satrap.device.direct_rows import DirectRows
-from satrap.errors import InputError, TicketError
+from satrap.errors import InputError, NonFiniteError, TicketError
 
 NUM_ROWS = 60
 IDS = np.arange(NUM_ROWS, dtype=np.uint64)
@@ -134,6 +136,32 @@ def test_gradients_that_are_not_finite(how: Any, frozen: Any, device: str, rng: 
     item = Table("item", dim=3, optimizer=Adagrad(lr=0.1), on_nonfinite=how, num_rows=NUM_ROWS, frozen=frozen)
     declared = three_features(item, padding_id=2)
     give_gradients_that_are_not_finite(every_worker(declared, device), declared, rng, IDS[:45])
+
+
+@pytest.mark.parametrize("how", ["raise", "skip"])
+def test_nothing_but_the_update_reads_gradients_of_tables_that_skip(
+    how: Any, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = []
+
+    def largest(gradient: torch.Tensor) -> torch.Tensor:
+        measured.append(len(gradient))
+        return gradient.abs().max()
+
+    monkeypatch.setattr(device_blocks, "_largest", largest)
+    table = Table("item", dim=3, optimizer=SGD(lr=1.0), on_nonfinite=how, num_rows=NUM_ROWS)
+    embeddings = Embeddings({"item": table}, device=device)
+    optimizer = embeddings.optimizer()
+    ids = Inputs(names=("item",), values=np.array([1, 2, 1], np.uint64), batch_size=3)
+    before = embeddings.tables["item"].lookup(np.arange(3), train=False)
+    with pytest.raises(NonFiniteError) if how == "raise" else nullcontext():
+        for batch in embeddings.stream([ids], device=device):
+            (batch.embeddings * torch.tensor([[1.0], [math.inf], [2.0]], device=device)).sum().backward()
+            optimizer.step()
+    change = embeddings.tables["item"].lookup(np.arange(3), train=False) - before
+    np.testing.assert_allclose(change[:, 0], [0, -3 if how == "skip" else 0, 0], rtol=1e-6)
+    assert measured == ([] if how == "skip" else [3])
+    assert embeddings.tables["item"].stats()["skipped"] == (how == "skip")
 
 
 WRONG: dict[str, dict[str, Any]] = {

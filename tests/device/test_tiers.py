@@ -377,7 +377,7 @@ def test_batches_found_ahead_have_the_bits_of_rows_in_memory(device: str, rng: n
     """With gradients that depend on the rows, so that an update and a move in the wrong order would show."""
     here = local_worker(one_table(dim=64), num_threads=1)
     there = device_worker(one_table(dim=64), device, num_threads=1, device_memory=2200 * 512)
-    data = [batch(rng.integers(0, 8000, 1024)) for _ in range(60)]
+    data = [batch(rng.integers(0, 8000, 1024)) for _ in range(30)]
     request = there.resolve(data[0], step=1, oldest_open=1)
     for step, inputs in enumerate(data, 1):
         assert request is not None

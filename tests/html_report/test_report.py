@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -55,6 +56,10 @@ def test_a_directory_without_a_run_is_refused(tmp_path: Path, capsys: pytest.Cap
         write_report(tmp_path, None)
     assert main(["report", str(tmp_path / "no")]) == 1 and "there is no folder" in capsys.readouterr().err
     (tmp_path / "records").mkdir()
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(ConfigError, match=rf"did you mean '{tmp_path}'\?"):
+        write_report(tmp_path / "checkpoints", None)
+    (tmp_path / "checkpoints").rmdir()
     with pytest.raises(ConfigError, match=r"cannot be written .* choose another file with --output"):
         write_report(tmp_path, tmp_path / "no" / "page.html")
     assert [each.name for each in tmp_path.iterdir()] == ["records"], "what is refused changes nothing"
@@ -391,6 +396,19 @@ def test_a_live_run_is_known_by_its_lock(tmp_path: Path) -> None:
     assert "The run was in progress." in (tmp_path / "report.html").read_text()
     write_report(tmp_path, None)
     assert "satrap run was killed" in (tmp_path / "report.html").read_text()
+
+
+def test_a_report_on_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the run is live is not known there; its records say how it ended."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    write(tmp_path, "run", {"kind": "run", "at": AT}, {"kind": "exit", "at": AT, "status": 0})
+    (tmp_path / "run.json").write_text("{}")
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert main(["report", str(tmp_path)]) == 0
+    assert "The run ended with exit status 0." in (tmp_path / "report.html").read_text()
 
 
 def test_a_long_run_of_many_trainers_and_tables_stays_small(tmp_path: Path) -> None:

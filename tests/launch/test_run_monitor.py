@@ -7,6 +7,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from logged import logged
 from report_records import read_records
 from satrap.launch.child_processes import ProcessOutput
@@ -200,6 +202,27 @@ def test_records_of_trainers_come_through_the_run(tmp_path: Path) -> None:
     assert [each["number"] for each in found.lines if each["kind"] == "a"] == [1, 2, 6, 7]
     assert (found.missing, found.damaged) == (3, 2)
     assert b"number" not in (tmp_path / "logs" / "trainer-0.log").read_bytes()
+
+
+def test_a_log_line_that_arrives_in_parts_is_shown_as_if_whole(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    trainer, stamp = Process(Role.TRAINER, 0, 1), "2026-11-29T02:03:04.123Z INFO trainer 0 job=- step=-"
+    routine = f"{stamp} satrap.worker: attempt 1 started\n"
+    done = f"{stamp} satrap.checkpoint: save of step 3 into run done: 1 KiB in 0.1 s\n"
+    text = f"mine\n{routine}{done}{stamp.replace('INFO', 'WARNING')} satrap.worker: full\nmine, too".encode()
+    for cut in (text.index(b"attempt 1"), text.index(b"0.1 s"), text.index(b"full"), len(text)):
+        with RunLogs(tmp_path / f"{cut}" / "logs") as logs:
+            logs.record_start(trainer)
+            assert logs.handle([ProcessOutput(trainer, "stderr", part) for part in (text[:cut], text[cut:])]) == []
+        shown = capfd.readouterr().err.splitlines()[1:]  # the first is the event of the run's start
+        assert shown == [
+            "mine",
+            "satrap run: save of step 3 into run done: 1 KiB in 0.1 s",
+            f"{stamp.replace('INFO', 'WARNING')} satrap.worker: full",
+            "mine, too",
+        ]
+        assert text in (tmp_path / f"{cut}" / "logs" / "trainer-0.log").read_bytes()
 
 
 def write_records(logs: RunLogs, path: Path, kept: Path) -> None:

@@ -86,6 +86,8 @@ def test_one_line_for_all_trainers_continues_after_a_restart(tmp_path: Path) -> 
     assert output.count("began") == output.count("resumed") == 1
     assert any("validation auc 0.6250 (best)" in row for row in output)
     assert not [row for row in output if "█" in row or "░" in row], output
+    assert any(row.startswith("satrap run: launch 2 continues after step 50, from ") for row in output), output
+    assert not [row for row in output if " INFO " in row or "attempt" in row or " begun" in row], output
     assert b'"progress"' not in (tmp_path / "run" / "records" / "trainer-0.jsonl").read_bytes()
     assert "samples in" in (tmp_path / "run" / "logs" / "trainer-0.log").read_text()
 

@@ -20,7 +20,16 @@ from satrap import event_log
 from satrap.config.job import Job
 from satrap.config.optimizers import Adagrad, Ftrl
 from satrap.config.tables import Table
-from satrap.event_log import FORMATS, LimitedLog, describe_process, event, formatter, is_routine, set_role
+from satrap.event_log import (
+    FORMATS,
+    LimitedLog,
+    describe_process,
+    event,
+    formatter,
+    is_routine,
+    message_for_terminal,
+    set_role,
+)
 
 LINE = re.compile(
     r"(?P<time>\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z) (?P<level>[A-Z]+) (?P<role>\S+) (?P<number>\S+) "
@@ -58,6 +67,22 @@ def test_a_line_is_one_line_whatever_the_message_holds(message: str, name: str) 
     made.levelname = "WARNING"
     assert not any(is_routine(formatter(form).format(made)) for form in FORMATS)
     assert read.keys() >= {"time", "level", "role", "number", "job", "step", "logger"}
+
+
+def test_of_routine_lines_a_terminal_shows_what_became_of_checkpoints() -> None:
+    def shown(message: str, *, logger: str = "satrap.checkpoint", level: int = logging.INFO) -> str | None:
+        line = formatter("text").format(logging.LogRecord(logger, level, "", 0, message, None, None)) + "\n"
+        told = message_for_terminal(line)
+        return "all" if told == line else told
+
+    resumed = "launch 2 continues after step 30, from run: step-30"
+    assert shown(resumed) == f"satrap run: {resumed}\n"
+    assert shown("save of step 30 into run done: 3 KiB in 0.1 s") is not None
+    assert shown("save of step 30 into run begun") is None
+    assert shown("attempt 65537 started", logger="satrap.worker") is None
+    assert shown("satrap.checkpoint: done", logger="satrap.worker") is None
+    assert shown("the disk is full", level=logging.WARNING) == "all"
+    assert message_for_terminal("the script's own line\n") == "the script's own line\n"
 
 
 def test_the_fields_of_the_process() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,16 @@ def test_other_texts_with_secrets() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("scheme", ["Bearer ", "bearer ", "Basic ", "token  ", ""])
+def test_the_secret_of_a_header_is_hidden_with_its_scheme(scheme: str) -> None:
+    texts = [f"Authorization: {scheme}{SECRET}", f"x Authorization={scheme}{SECRET}; lr=0.5"]
+    texts += [f'{{"Authorization": "{scheme}{SECRET}"}}', f"curl -H 'Proxy-Authorization: {scheme}{SECRET}' a"]
+    for text in texts:
+        for each in (text, {"headers": [text]}, ["--header", text]):
+            hidden = str(hide_secrets(each))
+            assert SECRET not in hidden and HIDDEN in hidden, each
+
+
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.sampled_from(["a", "s3://b/c", "1:2"]),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(OTHERS), inner, max_size=3),
@@ -88,3 +99,18 @@ def test_a_secret_is_no_path_that_servers_may_use(tmp_path: Path, monkeypatch: p
     named = Script(path=Path("x.py"), arguments=tuple(arguments)).named_paths()
     words = ("runs/a", "keys/client.key", "plain")
     assert set(named) == {str(tmp_path), "s3://b/c", *(f"{tmp_path}/{each}" for each in words)}
+
+
+@pytest.mark.parametrize(
+    "secret", ["wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY", "/9j4AAQSkZJRg/abcDEF==", "ab+c/", "YWJj=="]
+)
+def test_a_secret_in_base64_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, secret: str) -> None:
+    """It may have slashes. A path that exists is one, as is one with a dot, and a URL."""
+    monkeypatch.chdir(tmp_path)
+    Path("x.py").touch()
+    Path("keys").mkdir()
+    arguments = ["--aws-secret-access-key", secret, f"--token={secret}", f"password={secret}"]
+    arguments += ["--key-file", "keys/new", "--key-folder", f"{tmp_path}/keys/a", "--keys=gs://b/c", f"--run={secret}x"]
+    named = Script(path=Path("x.py"), arguments=tuple(arguments)).named_paths()
+    paths = {f"{tmp_path}/keys/new", f"{tmp_path}/keys/a", "gs://b/c", os.path.abspath(f"{secret}x")}
+    assert set(named) == {str(tmp_path), *paths}

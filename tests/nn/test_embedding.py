@@ -110,6 +110,7 @@ BAGS: dict[str, tuple[Tensor, Tensor | None, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.draw(18)
 @pytest.mark.parametrize(("where", "mode"), [*(("here", mode) for mode in MODES), ("servers", "weighted")])
 @pytest.mark.parametrize("name", BAGS)
 def test_bags_equal_torch(name: str, where: str, mode: Any) -> None:

@@ -78,6 +78,7 @@ def optimizer_of(embeddings: Any, model: Model) -> Any:
     return embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
 
 
+@pytest.mark.draw(20)
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("where", [*PLACES, "device", "direct"])

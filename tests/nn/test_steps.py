@@ -227,6 +227,70 @@ def test_arguments_that_torch_refuses_insert_no_row(arguments: Any) -> None:
         assert len(embeddings.tables["item"]) == 0
 
 
+@pytest.mark.parametrize("beside", [False, True])
+def test_another_optimizer_holds_the_rows_that_wait_for_its_step(beside: bool) -> None:
+    """Else clipping and GradScaler would not see them."""
+    with embeddings_of(item(optimizer=SGD(lr=1.0))) as embeddings:
+        module, optimizer = Embedding(embeddings, "item"), embeddings.optimizer()
+        for number, _ in enumerate(embeddings.stream([{"item": [2]}] * 3) if beside else range(3)):
+            if number:
+                optimizer = embeddings.optimizer()
+            before = start_rows(embeddings, "item", 2)[1]
+            (module(torch.tensor([1])) * 100).sum().backward()
+            if number == 2:
+                optimizer = embeddings.optimizer()
+            leaves = [leaf for group in optimizer.param_groups for leaf in group["params"]]
+            assert torch.nn.utils.clip_grad_norm_(leaves, 1.0).item() == 200
+            optimizer.step()
+            optimizer.zero_grad()
+            moved = before - start_rows(embeddings, "item", 2)[1]
+            torch.testing.assert_close(moved, torch.full((4,), 0.5))
+
+
+class Stopped(torch.autograd.Function):
+    """Passes values on, and no gradient back."""
+
+    @staticmethod
+    def forward(_: Any, rows: torch.Tensor) -> torch.Tensor:
+        return rows.clone()
+
+    @staticmethod
+    def backward(_: Any, *gradients: torch.Tensor) -> None:
+        return None
+
+
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_function_of_the_model_may_stop_gradients(ahead: bool, where: str) -> None:
+    """Torch then calls the backward pass of a lookup without any gradient, and nn.Embedding gets none."""
+    with embeddings_of(item(optimizer=SGD(lr=1.0)), where=where) as embeddings:
+        module, dense = Embedding(embeddings, "item"), torch.nn.Parameter(torch.ones(4))
+        optimizer = embeddings.optimizer(torch.optim.SGD([dense], lr=0.0))
+        batches = [(torch.tensor([1]), torch.tensor([2])), (torch.tensor([3]), torch.tensor([1]))]
+        before = start_rows(embeddings, "item", 4)
+        for number, ids in enumerate(
+            embeddings.prefetch(batches, lambda ids: {"item": list(ids)}) if ahead else batches
+        ):
+            stopped, other = (module(part) for part in ids)
+            stop: Any = Stopped.apply
+            rows = stop(stopped) + (stop(other) if number else other)
+            (rows * dense).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert torch.equal(before[[0, 1, 3]], start_rows(embeddings, "item", 4)[[0, 1, 3]])
+        assert torch.equal(before[2] - 1, start_rows(embeddings, "item", 4)[2])
+
+
+def test_a_scaled_step_of_rows_that_were_only_read_is_an_error() -> None:
+    """Nothing has a gradient, so GradScaler knows of no overflow."""
+    with embeddings_of(item()) as embeddings:
+        module, optimizer = Embedding(embeddings, "item").eval(), embeddings.optimizer()
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(module(torch.tensor([1])).sum() + torch.ones((), requires_grad=True)).backward()
+        with pytest.raises(StreamError, match=r"over table 'item' was in eval\(\)"):
+            scaler.step(optimizer)
+
+
 def test_a_frozen_module_reads_and_trains_nothing() -> None:
     with embeddings_of(item()) as embeddings:
         module, other, optimizer = Embedding(embeddings, "item"), Embedding(embeddings, "item"), embeddings.optimizer()

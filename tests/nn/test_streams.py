@@ -198,6 +198,20 @@ def test_a_deterministic_stream_repeats_bit_for_bit() -> None:
     assert found[0] == found[1] == found[2]
 
 
+def test_a_frozen_module_reads_the_same_rows_in_every_run_of_a_deterministic_stream() -> None:
+    found = []
+    for overlap in (False, True, True):
+        with embeddings_of(item(initial=Zeros()), staleness=2, deterministic=True) as embeddings:
+            target, optimizer = Embedding(embeddings, "item").requires_grad_(False), embeddings.optimizer()
+            seen = []
+            for batch in embeddings.stream([{"item": ids_of(i)} for i in range(30)], overlap=overlap):
+                batch["item"].sum().backward()
+                optimizer.step()
+                seen.append(target(torch.tensor([7])).tolist())
+            found.append(seen)
+    assert found[0] == found[1] == found[2]
+
+
 def test_a_loop_may_use_modules_alone() -> None:
     """The batches' own rows are never used, and each step has its batch's number."""
     with embeddings_of(item(optimizer=SGD(lr=1.0))) as embeddings:

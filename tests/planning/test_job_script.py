@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from runs import is_running, wait_until
 from satrap.errors import ConfigError
+from satrap.planning import job_script
 from satrap.planning.job_script import assumptions_of, observe_script
 
 SCRIPT = Path(__file__).parents[1] / "support/planned_job.py"
@@ -36,6 +38,26 @@ def test_a_script_is_observed(tmp_path: Path) -> None:
 def test_a_script_that_fails_is_an_error_with_its_output(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"exited with status 1 before 4 steps(.|\n)*the script's own error"):
         observe_script(SCRIPT, [str(tmp_path / "end"), "fail"], 4)
+
+
+def test_processes_of_a_script_end_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have its output open, and it ends without a chance to stop them."""
+    monkeypatch.setattr(job_script, "_SECONDS", 120.0)
+    (script := tmp_path / "script.py").write_text(
+        "import runpy, subprocess, sys\n"
+        "process = subprocess.Popen(['sleep', '900'])\n"
+        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(process.pid))\n"
+        f"runpy.run_path({str(SCRIPT)!r}, run_name='__main__')\n"
+    )
+    assert observe_script(script, [str(tmp_path / "end")], 4)["training"]["batch_size"] == 64
+    wait_until(lambda: not is_running(int((tmp_path / "pid").read_text())))
+
+
+def test_a_script_that_takes_too_long_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_script, "_SECONDS", 0.2)
+    (script := tmp_path / "script.py").write_text("import time\ntime.sleep(900)\n")
+    with pytest.raises(ConfigError, match="took more than 0 s for 4 steps"):
+        observe_script(script, [], 4)
 
 
 def test_a_script_that_does_not_exist_is_named(tmp_path: Path) -> None:

@@ -151,10 +151,16 @@ def within(name: str, allowed: Iterable[str]) -> bool:
 
 
 @cache
+def tree(path: Path) -> list[ast.AST]:
+    """Returns the nodes of a file's syntax tree, the module first."""
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+@cache
 def imports(path: Path) -> list[str]:
     """Returns every module imported anywhere in the file, including functions and TYPE_CHECKING blocks."""
     found: list[str] = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in tree(path):
         if isinstance(node, ast.Import):
             found += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -216,7 +222,7 @@ def test_outside_packages_stay_where_they_are_allowed() -> None:
 
 
 def test_the_environment_is_never_read() -> None:
-    for path, node in ((each, node) for each in package_files for node in ast.walk(ast.parse(each.read_text()))):
+    for path, node in ((each, node) for each in package_files for node in tree(each)):
         names = {node.attr} if isinstance(node, ast.Attribute) else set()
         if isinstance(node, ast.ImportFrom) and node.module == "os":
             names = {alias.name for alias in node.names}
@@ -237,13 +243,13 @@ def test_no_decision_depends_on_the_wall_clock() -> None:
 
 
 def faults_of_python(path: Path) -> Iterator[str]:
-    text = path.read_text()
-    tree = ast.parse(text)
-    if text.strip() and not ast.get_docstring(tree):
+    text, (top, *nodes) = path.read_text(), tree(path)
+    assert isinstance(top, ast.Module)
+    if text.strip() and not ast.get_docstring(top):
         yield "a file opens by saying its job"
     if (lines := len(text.splitlines())) >= MAX_FILE_LINES:
         yield f"{lines} lines"
-    functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    functions = (node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
     for node in functions:
         if (lines := (node.end_lineno or 0) - node.lineno + 1) >= MAX_FUNCTION_LINES:
             yield f"{node.name} has {lines} lines"

@@ -1,5 +1,6 @@
 """Key files: readable by their owner only, never replaced, refused if damaged. And the addresses that require them."""
 
+import errno
 import json
 import os
 import socket
@@ -39,6 +40,20 @@ def test_no_file_is_ever_replaced(tmp_path: Path, there: str) -> None:
     with pytest.raises(ConfigError, match=f"{there} already exists; choose another folder"):
         create_keys(tmp_path)
     assert [each.name for each in tmp_path.iterdir()] == [there]
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP])
+def test_keys_on_a_file_system_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "link", refuse)
+    server, client = (Keys.read(path) for path in create_keys(tmp_path))
+    assert server.peer == client.public
+    assert {stat.S_IMODE(file.stat().st_mode) for file in tmp_path.iterdir()} == {0o600}
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["client.key", "server.key"]
+    with pytest.raises(ConfigError, match="already exists"):
+        create_keys(tmp_path)
 
 
 def test_the_command_writes_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,19 +3,40 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from bag_oracle import update
 from cluster import batch, contents, features, one_table, running_servers, server_processes, sharded_worker
+from satrap.config.job import Job
 from satrap.errors import ConfigError
 from satrap.rpc import Client, Origin
 from satrap.server.migration.coordinator import Migration
+from satrap.server.migration.participant import MigrationParticipant
 from satrap.server.protocol import ServerCalls
 
 EXACT = np.arange(200, dtype=np.uint64)
+
+
+def test_an_export_keeps_its_rows_while_another_call_replaces_the_cache() -> None:
+    """A coordinator that was replaced may still export; its call may run between any two lines of the other's."""
+    participant = MigrationParticipant(Job(tables=features().tables, seed=0), cast(Any, None))
+    buckets, columns = np.array([0], np.uint32), {"id": EXACT}
+
+    class ReplacedInBetween(bytes):
+        __hash__ = bytes.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            participant.thaw()
+            return bytes(self) == other
+
+    participant.engine = cast(Any, SimpleNamespace(freeze=lambda *_: None))
+    participant._cached_columns = 0, ReplacedInBetween(buckets.tobytes()), columns
+    assert participant._columns(buckets, 0) is columns
+    assert participant._cached_columns is None
 
 
 def test_fencing_tokens_outlive_the_server(tmp_path: Path) -> None:

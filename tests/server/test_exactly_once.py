@@ -36,6 +36,7 @@ from satrap.table.store import Store
 from satrap.worker.local_rows import local_worker
 
 
+@pytest.mark.draw(1)
 @pytest.mark.parametrize(
     ("drop", "repeat", "hold"), [(0.2, 0.0, 0.0), (0.0, 0.5, 0.5), (0.15, 0.2, 0.2)], ids=["lossy", "doubling", "bad"]
 )

@@ -24,7 +24,7 @@ from faults import killed_at_random
 from satrap.config.features import Features
 from satrap.config.optimizers import SGD, Adagrad
 from satrap.config.tables import MinCount, Normal, Table, Zeros
-from satrap.errors import ConfigError, NotReadyError, SnapshotError
+from satrap.errors import ConfigError, DeadlineError, NotReadyError, SnapshotError
 from satrap.rpc import Client, Origin, Service
 from satrap.server.migration.coordinator import Migration
 from satrap.server.protocol import ServerCalls
@@ -406,3 +406,23 @@ def test_servers_killed_during_migrations(tmp_path: Path, seed: int, rng: np.ran
         for each in worker.tables.values():
             each.check()
         assert len(worker.servers.topology) == TOUR[-1] and worker.tables.map_version > 50
+
+
+@pytest.mark.parametrize("when", ["_apply_map", "_copy_rows"])
+def test_servers_that_lose_their_job_end_a_migration(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    """All servers of the job were restarted without their rows, once the migration had begun."""
+    server = Server(num_threads=2)
+    with (
+        Service(server, ServerCalls, ANYWHERE) as old,
+        running_servers(1) as (new,),
+        sharded_worker(table(), [old.address]),
+    ):
+        call = getattr(Migration, when)
+
+        def lose_first(*arguments: Any) -> Any:
+            server._fence.state = None
+            return call(*arguments)
+
+        monkeypatch.setattr(Migration, when, lose_first)
+        with pytest.raises(DeadlineError, match=r"has a job any more|has no job yet"):
+            Migration([old.address], [old.address, new.address], deadline=3.0).run()

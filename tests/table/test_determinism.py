@@ -84,6 +84,7 @@ def run(table: Table, seed: int, num_threads: int, simd: str, folder: Path) -> d
     }
 
 
+@pytest.mark.draw(4)
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
 def test_threads_and_simd_change_nothing(table: Table, seed: int, tmp_path: Path) -> None:
     wanted = run(table, seed, 1, "portable", tmp_path / "wanted")

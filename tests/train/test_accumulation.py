@@ -240,6 +240,59 @@ def test_a_scaled_loss_of_the_last_batches(overflow: bool) -> None:
     plain.require_equal(embeddings, model)
 
 
+@pytest.mark.parametrize("unscaled", [False, True])
+def test_a_refused_step_leaves_no_scale_behind(unscaled: bool) -> None:
+    """GradScaler sets the scale before it calls step(), and multiplies what it finds there in the next step."""
+    found = []
+    for refused in (False, True):
+        embeddings, model, optimizer = job()
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for batch in embeddings.stream(batches(4), accumulate=2):
+            scaler.scale(loss_of(model, batch) / 2).backward()
+            if not batch.completes_step:
+                if refused:
+                    with pytest.raises(StreamError, match="after 1 of 2 batches"):
+                        scaler.step(optimizer)
+                continue
+            if unscaled:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        found.append(bits(embeddings, model))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("moment", ["update", "measure"])
+def test_an_interrupted_step_with_a_scale_is_finished_by_another_call(
+    moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows are updated, and their leaves are gone; the dense parameters are stepped with the same scale."""
+    found = []
+    for interrupted in (False, True):
+        embeddings, model, optimizer = job()
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for batch in embeddings.stream(batches(3)):
+            scaler.scale(loss_of(model, batch)).backward()
+            if interrupted and batch.step == 2:
+                session = session_of(embeddings)
+                owner: Any = session if moment == "update" else session.figures
+                call = getattr(owner, moment)
+
+                def interrupt(*arguments: Any, call: Callable[..., Any] = call) -> None:
+                    call(*arguments)
+                    raise KeyboardInterrupt
+
+                with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+                    patched.setattr(owner, moment, interrupt)
+                    scaler.step(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        found.append(bits(embeddings, model))
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(("own", "other"), [(7, 7), (4, 6), (4, 5), (5, 4), (8, 5), (3, 4)])
 def test_trainers_agree_which_batch_completes_a_step(own: int, other: int, overlap: bool) -> None:

@@ -1,5 +1,7 @@
 """Training by a user's own loop, compared with the same model in plain PyTorch, and with torch's own tools."""
 
+import copy
+import pickle
 import signal
 import subprocess
 import sys
@@ -207,6 +209,20 @@ def test_control_c_stops_a_run_at_once() -> None:
     _, errors = child.communicate(timeout=300)
     assert child.returncode != 0
     assert errors.rstrip().endswith("KeyboardInterrupt"), errors  # and no message about threads or leaks after it
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_what_has_rows_is_neither_copied_nor_pickled(copied: Callable[[Any], Any]) -> None:
+    """A copy of the optimizer would have no tables, and a model's would fail somewhere in the core."""
+    embeddings, model, optimizer = job()
+    model.add_module("embeddings", embeddings)
+    with pytest.raises(TypeError, match=r"embeddings can be neither copied nor pickled, .*satrap\.Checkpoint"):
+        copied(embeddings)
+    with pytest.raises(TypeError, match="an optimizer of embeddings can be neither copied nor pickled"):
+        copied(optimizer)
+    if copied is not copy.copy:  # which shares the submodules
+        with pytest.raises(TypeError, match="no model that has them as a submodule"):
+            copied(model)
 
 
 def test_a_mapping_of_ids_is_a_batch() -> None:

@@ -40,6 +40,21 @@ def test_metrics_equal_those_of_plain_numbers(overlap: bool) -> None:
     assert {name: len(store) for name, store in ours.tables.items()} == rows
 
 
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_an_evaluation_between_steps_has_every_update(staleness: int) -> None:
+    """The update of the last step is in progress in a thread when the evaluation starts."""
+    table = satrap.Table("item", 2, optimizer=satrap.SGD(lr=1.0), initial=satrap.Zeros())
+    ids = {"item": np.arange(4096)}
+    with satrap.Embeddings({"item": table}, staleness=staleness) as embeddings:
+        optimizer = embeddings.optimizer()
+        for batch in embeddings.stream([ids] * 20, overlap=True):
+            batch.embeddings.sum().backward()
+            optimizer.step()
+            with embeddings.stream([ids], train=False) as stream:
+                rows = next(stream).embeddings
+            assert rows.unique().tolist() == [-batch.step]
+
+
 @pytest.mark.parametrize("label", [0.0, 1.0])
 def test_one_label_is_warned_of(label: float) -> None:
     ours, net, optimizer = job()

@@ -133,6 +133,7 @@ def plain_rows(values: dict[str, Any], data: Parquet, ids: NDArray[np.uint64], f
     return {name: torch.stack([row.detach() for row in of.values()]).numpy() for name, of in rows.items()}
 
 
+@pytest.mark.draw(8)
 @pytest.mark.parametrize("kind", ["range", "direct range", "set", "direct set"])
 @pytest.mark.parametrize("where", ["here", "servers", "worker", "device"])
 def test_frozen_rows_stay_and_others_train_as_in_torch(where: str, kind: str, tmp_path: Path) -> None:

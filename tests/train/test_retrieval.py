@@ -70,6 +70,15 @@ def test_counts_are_the_true_frequencies(rng: np.random.Generator) -> None:
         assert error < 5 / np.sqrt(200_000), "five deviations"
 
 
+def test_a_state_of_counts_stays_as_it_was() -> None:
+    counts, other = negatives.Counts(), negatives.Counts()
+    counts.add([1, 2, 2])
+    state = counts.state_dict()
+    counts.add([2, 3])
+    other.load_state_dict(state)
+    assert torch.exp(other.log_q([1, 2])).tolist() == pytest.approx([1 / 3, 2 / 3])
+
+
 def test_the_softmax_of_a_batch(rng: np.random.Generator) -> None:
     """Each query's loss is that over its own item and those with other ids."""
     queries, items = torch.randn(6, 4, requires_grad=True), torch.randn(6, 4)

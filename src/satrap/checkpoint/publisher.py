@@ -21,6 +21,8 @@ from satrap.storage.folder import Folder
 from satrap.storage.local_folder import LocalFolder
 from satrap.storage.open_folder import open_folder
 
+_FILES_OF_RUN = "run.json", "status.json"  # a live `satrap run` has both
+
 
 class Publisher(Protocol):
     """Publishes and removes the checkpoints in the folder of a run.
@@ -44,6 +46,9 @@ class Publisher(Protocol):
 
     def remove_hidden(self, is_left: Callable[[str], bool]) -> None:
         """Remove what killed processes have left of `begin`: the folders for whose name `is_left` returns True."""
+
+    def is_locked_by_run(self) -> bool:
+        """Return whether it is the `--folder` of a live `satrap run`, which locks it until its end."""
 
     @contextmanager
     def locked(self, seconds: float) -> Iterator[None]:
@@ -91,6 +96,12 @@ class _Disk:
             if is_left(entry.name):
                 shutil.rmtree(entry, ignore_errors=True)
 
+    def is_locked_by_run(self) -> bool:
+        if not all((self._path / name).is_file() for name in _FILES_OF_RUN):
+            return False
+        with opened(self._path) as folder:
+            return not try_lock(folder, shared=True, required=False)
+
     @contextmanager
     def locked(self, seconds: float) -> Iterator[None]:
         self._path.mkdir(parents=True, exist_ok=True)
@@ -126,6 +137,9 @@ class _Objects:
 
     def remove_hidden(self, is_left: Callable[[str], bool]) -> None:
         """Do nothing: there are no hidden folders."""
+
+    def is_locked_by_run(self) -> bool:
+        return False
 
     @contextmanager
     def locked(self, seconds: float) -> Iterator[None]:

@@ -231,6 +231,7 @@ class RunDirectory:
         """
         publisher = self._publisher
         try:
+            self._require_no_run()
             with self._locked():
                 catalog = self._scan(last)
                 self._require_alone()
@@ -258,6 +259,7 @@ class RunDirectory:
         """Raise CheckpointError if there is a checkpoint newer than `last`, the newest that this run saved or resumed:
         saves would eventually remove the checkpoints of another run."""
         with self._read_errors():
+            self._require_no_run()
             self._require_mine(self._scan(last), last)
 
     def checksum_of(self, name: str) -> int | None:
@@ -397,6 +399,13 @@ class RunDirectory:
             )
 
     # -- ownership ---------------------------------------------------------------------------------------------------
+
+    def _require_no_run(self) -> None:
+        if self._publisher.is_locked_by_run():
+            raise CheckpointError(
+                f"{self.folder} is the --folder of a live satrap run, which keeps it locked; expected another folder "
+                f"for checkpoints, such as {self.folder / 'checkpoints'}"
+            )
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

@@ -26,7 +26,7 @@ from satrap.errors import ConfigError, DeadlineError, SatrapError
 from satrap.launch.run_monitor import CLIENT_KEY, STATUS
 from satrap.launch.run_state import is_live
 from satrap.monitor.record_file import FOLDER
-from satrap.rpc import Client, Keys, Origin, PendingCall
+from satrap.rpc import Client, Gathers, Keys, Origin, PendingCall
 from satrap.server.protocol import ServerCalls
 from satrap.sharding.shard_map import check_addresses
 from satrap.worker.remote.protocol import WorkerCalls
@@ -47,7 +47,7 @@ class RunReader:
             keys = Keys.read(folder / CLIENT_KEY)
         self._folder, self._servers, self._keys = folder, list(servers), keys
         self._clients: dict[str, Client[Any]] = {}
-        self._stack = ExitStack()
+        self._gathers, self._stack = Gathers(), ExitStack()
 
     def read(self) -> dict[str, Any]:
         """Return a reading, as `satrap.cli.status_table.summarize` takes it."""
@@ -90,8 +90,8 @@ class RunReader:
         self._stack.close()
 
     def _ask(self, roles: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-        """Call all processes at once; one that does not answer in time costs the others nothing."""
-        pending: dict[str, PendingCall] = {}
+        """Call all processes at once; those that do not answer in time cost the others nothing."""
+        pending: dict[PendingCall, str] = {}
         answers: dict[str, dict[str, Any]] = {}
         for address, role in roles.items():
             try:
@@ -99,19 +99,24 @@ class RunReader:
                     protocol: Any = ServerCalls if role == "server" else WorkerCalls
                     client = Client(protocol, address, self._keys, deadline=_ANSWER_SECONDS)
                     self._clients[address] = self._stack.enter_context(client)
-                pending[address] = self._clients[address].start("status", Origin())
+                call = self._clients[address].prepare("status", Origin())
+                call.send()
+                pending[call] = address
             except SatrapError as error:
                 answers[address] = {"error": str(error)}
-        for address, call in pending.items():
-            try:
-                answers[address] = call.result()
-            except SatrapError as error:
-                answers[address] = {"error": str(error)}
+        with self._gathers.waiting_for(pending) as gather:
+            while pending:
+                for call in gather.wait(_ANSWER_SECONDS):
+                    address = pending.pop(call)
+                    try:
+                        answers[address] = call.result()
+                    except SatrapError as error:
+                        answers[address] = {"error": str(error)}
         return {address: answers[address] for address in roles}
 
 
 def _read_run(folder: Path) -> dict[str, Any]:
-    if not is_live(folder):
+    if is_live(folder) is False:
         raise ConfigError(
             f"the run in {str(folder)!r} has ended; give the --folder of a live run, or --servers of servers that were "
             "started by hand"

@@ -14,7 +14,7 @@ from contextlib import closing
 from typing import Any
 
 from satrap.cli.options import Commands, add_names, add_number, add_path
-from satrap.cli.train_plan import LABEL_NAMES, ColumnPlan, Overrides, plan_columns
+from satrap.cli.train_plan import LABEL_NAMES, TEXT_TIME, ColumnPlan, Overrides, plan_columns
 from satrap.cli.train_script import ScriptSettings, write_script
 from satrap.config.location import Location
 from satrap.config.validation import check_integer
@@ -81,6 +81,7 @@ def add_train(commands: Commands) -> None:
         ("--batch-size", "samples of a batch (default: 64 to 512, by the number of rows)"),
     ):
         add_number(train, option, what)
+    add_number(train, "--max-bad-rows", "malformed rows that are left out in each pass, before one is an error", 0)
     add_number(train, "--staleness", "steps whose updates a lookup may miss", 0)
     add_number(train, "--seed", "seed of all random numbers", 0)
     add_path(train, "--out", "folder of the run", "run", metavar="DIR")
@@ -91,11 +92,14 @@ def train_model(options: argparse.Namespace) -> Iterator[str]:
     """Carry out the command; yield what it prints besides the output of the script."""
     _check_options(options)
     path = options.files[0] if len(options.files) == 1 else list(options.files)
-    source = infer_source(path).replace(seed=options.seed)
+    source = infer_source(path).replace(seed=options.seed, max_bad_rows=options.max_bad_rows)
     plan, settings, num_sampled = _infer(source, path, options)
     yield from plan.lines()
     if num_sampled == _SAMPLED_ROWS:
         yield f"(inferred from {num_sampled:,} rows; to correct a column: --label, --ids, --numbers, --ignore)"
+    if times := [column.profile.name for column in plan.columns if column.why == TEXT_TIME]:
+        yield f"(to train on the hour and the weekday of {', '.join(times)}, convert the files to Parquet, such as by"
+        yield f" {_to_parquet(options.files[0], source)})"
     script = options.script or options.out / "train.py"
     script.parent.mkdir(parents=True, exist_ok=True)
     script.write_text(write_script(plan, settings))
@@ -112,11 +116,19 @@ def train_model(options: argparse.Namespace) -> Iterator[str]:
     yield write_report(options.out, None)
 
 
+def _to_parquet(file: str, source: FileSource) -> str:
+    """Return a command that converts a text file."""
+    delimiter = source.delimiter if isinstance(source, CSV) else ","
+    read = f"csv.read_csv({file!r}, parse_options=csv.ParseOptions(delimiter={delimiter!r}))"
+    return f'python -c "from pyarrow import csv, parquet; parquet.write_table({read}, {file + ".parquet"!r})"'
+
+
 def _check_options(options: argparse.Namespace) -> None:
     for name, low, high in (
         ("dim", 1, 65536),
         ("epochs", 1, 2**31),
         ("batch_size", 1, 2**30 - 1),
+        ("max_bad_rows", 0, 2**63 - 1),
         ("staleness", 0, 2**31),
         ("seed", 0, 2**63 - 1),
     ):
@@ -162,6 +174,7 @@ def _infer(source: FileSource, path: Any, options: argparse.Namespace) -> tuple[
         epochs=options.epochs or epochs,
         validate_steps=max(1, round(num_rows * (1 - 2 * _HELD_OUT) / batch_size)),
         batch_size=batch_size,
+        max_bad_rows=options.max_bad_rows,
         staleness=options.staleness,
         seed=options.seed,
         out=str(options.out),

@@ -27,6 +27,7 @@ _DIMS = ((16, 4), (256, 8), (1 << 62, 16))
 _WORDS = 4
 """Words of a text, on average, from which it is prose and not a name."""
 _LEAST_ROWS = 20
+TEXT_TIME = "times as text"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,7 +236,7 @@ def _use(profile: ColumnProfile, overrides: Overrides) -> tuple[Use, str]:
         case "time":
             return "id", "its hour and its weekday"
         case "text time":
-            return "ignored", "times; from Parquet, their hour and weekday would be ids"
+            return "ignored", TEXT_TIME
         case "text":
             return _use_of_text(profile)
         case "integer":

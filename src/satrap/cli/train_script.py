@@ -33,6 +33,7 @@ class ScriptSettings:
     validate_steps: int
     """Steps from one validation to the next."""
     batch_size: int
+    max_bad_rows: int
     staleness: int
     seed: int
     out: str
@@ -108,6 +109,8 @@ def _source(plan: ColumnPlan, settings: ScriptSettings) -> str:
             arguments.append("strip=True")
         if settings.delimiter != ",":
             arguments.append(f"delimiter={_text(settings.delimiter)}")
+    if settings.max_bad_rows:
+        arguments.append(f"max_bad_rows={settings.max_bad_rows}")
     arguments += ["batch_size=BATCH_SIZE", f"seed={settings.seed}", "**options"]
     dense = ""
     if plan.numbers:

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from satrap import _core
 from satrap.config.columns import Columns
+from satrap.config.optional_deps import pyarrow_for
 from satrap.data.block import Block, Chunk
 from satrap.data.decode import concatenated
 from satrap.data.id_limit import IdLimit
@@ -281,9 +282,12 @@ class _EpochReader:
                 group = _WindowGroup(index, rows, self.num_groups, self.offset)
             if chunk is not None and len(chunk):
                 chunks.append(chunk)
-            is_end = chunk is None or chunk.offset is not None  # a block ends, or the data can resume at an offset
-            if chunk is not None and chunk.offset is not None:
-                self.offset = chunk.offset
+            offset = None if chunk is None else chunk.offset
+            if group.number == 1 and group.num_samples + sum(map(len, chunks)) < self.start.sample:
+                offset = None  # the samples that the position counts go on, cut into other chunks than before
+            is_end = chunk is None or offset is not None  # a block ends, or the data can resume at an offset
+            if offset is not None:
+                self.offset = offset
             if len(chunks) == self.assembler.num_chunks or (is_end and group.num_windows and chunks):
                 yield self._window(group, index + 1, chunks)
                 chunks = []
@@ -332,11 +336,11 @@ class _EpochReader:
         else:
             order = np.arange(n, dtype=np.int64)
         extra = {
-            name: concatenated([chunk.extra[name].slice(chunk.begin, len(chunk)) for chunk in chunks])
+            name: joined(name, [chunk.extra[name].slice(chunk.begin, len(chunk)) for chunk in chunks])
             for name in self.assembler.columns.held
         }
         ready_batch = chunks[0].ready_batch if not self.assembler.shuffle and len(chunks) == 1 else None
-        bare = [replace(chunk, extra={}, describe_bad=str) for chunk in chunks]
+        bare = [replace(chunk, extra={}, describe_bad=str, rows=None) for chunk in chunks]
         window = _Window(
             group=group,
             end=end,
@@ -392,7 +396,7 @@ def inputs_of(columns: Columns, taken: list[tuple[_Window, NDArray[np.int64]]], 
     values, offsets, weights, dense, label = _core.gather(
         [(chunk.decoded(), chunk.begin, chunk.stop) for chunk in chunks], np.concatenate(orders)
     )
-    extra = {name: concatenated([w.extra[name].take(order) for w, order in taken]) for name in columns.held}
+    extra = {name: joined(name, [w.extra[name].take(order) for w, order in taken]) for name in columns.held}
     is_flat = label is not None and _is_label_flat(columns, chunks)
     return Inputs(
         names=columns.features,
@@ -405,6 +409,25 @@ def inputs_of(columns: Columns, taken: list[tuple[_Window, NDArray[np.int64]]], 
         position=position,
         extra=extra,
     )
+
+
+def joined(name: str, arrays: list[Any]) -> Any:
+    """Concatenate the values of a further column. Their types may differ between files, and where data has no types
+    between chunks: one without any value is of nulls."""
+    if len({array.type for array in arrays}) > 1:
+        arrow = pyarrow_for("joining columns")
+        plain = [array.dictionary_decode() if arrow.types.is_dictionary(array.type) else array for array in arrays]
+        schemas = [arrow.schema([(name, array.type)]) for array in plain]
+        try:
+            kind = arrow.unify_schemas(schemas, promote_options="permissive").field(name).type
+            arrays = [array.cast(kind) for array in plain]
+        except arrow.ArrowException as error:
+            kinds = ", ".join(sorted({str(array.type) for array in arrays}))
+            raise SourceError(
+                f"column {name!r} has values of the types {kinds}, which no type holds together ({error}): write the "
+                "column in one type"
+            ) from error
+    return concatenated(arrays)
 
 
 def _is_label_flat(columns: Columns, chunks: list[Chunk]) -> bool:

@@ -9,6 +9,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self
 
+import numpy as np
+from numpy.typing import NDArray
+
 from satrap._core import Samples
 from satrap.data.inputs import Inputs
 
@@ -51,6 +54,9 @@ class Chunk:
     """The sample after the last that is used; None: all are."""
     offset: Any = None
     """The data's own offset, from which reading continues after these samples."""
+    rows: Callable[[], NDArray[np.integer[Any]]] | None = None
+    """Returns the number of each sample among the rows that were decoded, from 0; None: no row was left out. Where the
+    block `is_numbered`, what identifies each sample in the whole block."""
 
     @property
     def stop(self) -> int:
@@ -90,6 +96,8 @@ class Block:
     """Whether `num_chunks` is exact, so that reading need not look for the end."""
     num_rows: int | None = None
     """The number of rows; None: unknown before the block is read."""
+    is_numbered: bool = False
+    """Whether chunks say what identifies their samples, since settings decide where a chunk ends."""
     num_items: int | None = None
     """The number of samples, or of batches if each chunk is one, where it is known but they cannot be read on their
     own; None: unknown before the block is read."""

@@ -392,7 +392,7 @@ def decode(
         known = {feature: _kept(bag, ~skipped_rows) for feature, bag in known.items()}
         num_kept = n - int(skipped_rows.sum())
         chunk = decode(kept_arrays, num_kept, columns, where=where, row=row, max_bad=0, known=known)
-        return left_out(samples=chunk.samples, extra=chunk.extra)
+        return left_out(samples=chunk.samples, extra=chunk.extra, rows=partial(np.flatnonzero, ~skipped_rows))
     label = np.ascontiguousarray(np.stack(labels, axis=1)) if labels else None
     extra = {name: arrays[name] for name in columns.extra} | numbers_beside(columns, bags, numbers)
     return Chunk(samples=_core.Samples(n, list(bags), dense, label), extra=extra)
@@ -481,7 +481,7 @@ def _time_part(arrow: Any, array: Any, part: Time) -> Any:
 
 def _buckets(arrow: Any, array: Any, boundaries: Sequence[float]) -> Any:
     """Return how many of the boundaries are at most each number, as int64; null where there is no number."""
-    numbers = array.cast(arrow.float64()).fill_null(np.nan).to_numpy(zero_copy_only=False)
+    numbers = array.cast(arrow.float64(), safe=False).fill_null(np.nan).to_numpy(zero_copy_only=False)
     counts = np.searchsorted(np.array(boundaries), numbers, side="right")
     return arrow.array(counts.astype(np.int64), mask=np.isnan(numbers))
 

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from satrap import _core
 from satrap.config.columns import Columns, LabelColumn, as_names
@@ -25,6 +26,7 @@ from satrap.errors import ConfigError
 
 _VALUE, _REFUSE, _DROP = 0, 1, 2  # the core's numbers for the handling of a missing label
 _LABEL_KINDS = {"real": 0, "binary": 1, "count": 2}  # the core's numbers
+_NEWLINE, _RETURN = b"\n\r"
 _COMPRESSION = 5  # the assumed compression ratio; used only for reading ahead
 
 
@@ -138,23 +140,26 @@ class _RowParser:
 
     def __init__(self, source: CSV, columns: Columns, names: Sequence[str], partition: Mapping[str, str]) -> None:
         """names: the columns of the text; partition: the columns that the file's path holds, which all rows have."""
-        self._names = [*names, *partition]
-        self._partition = partition
-        self._max_bad = source.max_bad_rows
-        self._columns = columns
-        self._format = fmt = _core.TextFormat()
+        self._source, self._columns = source, columns
+        self._names, self._partition = [*names, *partition], partition
+        self._format = self._format_with(list(_uses(columns)))
+
+    def _format_with(self, given: Sequence[tuple[str, _core.FieldUse]]) -> _core.TextFormat:
+        """Return the format of the text with these uses of its columns."""
+        source, columns, fmt = self._source, self._columns, _core.TextFormat()
         fmt.delimiter, fmt.strip, fmt.quoted_newlines = source.delimiter, source.strip, source.newlines_in_values
         fmt.quote = -1 if source.quote is None else ord(source.quote)
         fmt.missing = ["", *source.missing]
         fmt.num_dense, fmt.num_labels = len(columns.dense), len(columns.label)
         fmt.num_features, fmt.num_texts = len(columns.features), len(columns.extra)
         uses: dict[str, list[_core.FieldUse]] = {name: [] for name in self._names}
-        for column, use in _uses(columns):
+        for column, use in given:
             uses[column].append(use)
-        fmt.columns, fmt.constants = [uses[name] for name in self._names], list(partition.values())
+        fmt.columns, fmt.constants = [uses[name] for name in self._names], list(self._partition.values())
+        return fmt
 
     def decode(self, file: TextFile, chunk: TextChunk) -> Chunk:
-        samples, texts, bad_rows, num_dropped = _core.parse_text(self._format, chunk.text, self._max_bad)
+        samples, texts, bad_rows, num_dropped = _core.parse_text(self._format, chunk.text, self._source.max_bad_rows)
         extra = {name: _text_array(*text) for name, text in zip(self._columns.extra, texts, strict=True)}
         return Chunk(
             samples=samples,
@@ -162,7 +167,41 @@ class _RowParser:
             num_bad=len(bad_rows),
             describe_bad=lambda number: self._describe_bad(file, chunk, *bad_rows[number]),
             num_dropped=num_dropped,
+            rows=lambda: self._rows(file, chunk.text, len(samples), [at for at, *_ in bad_rows], num_dropped),
         )
+
+    def _rows(
+        self, file: TextFile, text: NDArray[np.uint8], num_samples: int, bad: list[int], num_dropped: int
+    ) -> NDArray[np.int64]:
+        """Return `Chunk.rows`. bad: where malformed rows begin."""
+        quote = file.layout.newline_quote
+        rows = np.arange(int(_core.count_rows(text, quote)))
+        if len(rows) == num_samples:
+            return rows
+        begins = file.row_begins(text)
+        is_kept = np.ones(len(begins), np.bool_)
+        is_kept[np.searchsorted(begins, bad, side="right") - 1] = False
+        if len(self._names) - len(self._partition) > 1:  # a blank line is no row
+            ended = np.concatenate([text, np.full(2, _NEWLINE, np.uint8)])
+            first, second = ended[begins], ended[begins + 1]
+            is_kept[(first == _NEWLINE) | ((first == _RETURN) & (second == _NEWLINE))] = False
+        rows = np.flatnonzero(is_kept)
+        has_label = self._has_label(text) if num_dropped else np.ones(len(rows), np.bool_)
+        if len(has_label) != len(rows):  # quotes of malformed rows make rows of lines
+            return np.arange(num_samples)
+        rows = rows[has_label]
+        return rows if len(rows) == num_samples else np.arange(num_samples)
+
+    def _has_label(self, text: NDArray[np.uint8]) -> NDArray[np.bool_]:
+        """Return which rows that are not malformed have the labels without which a row is dropped."""
+        uses = list(_uses(self._columns))
+        for _, use in uses:
+            if use.absent == _DROP:
+                use.absent, use.missing = _VALUE, np.nan
+        samples, *_ = _core.parse_text(self._format_with(uses), text, self._source.max_bad_rows)
+        *_, label = _core.gather([(samples, 0, len(samples))], np.arange(len(samples)))
+        assert label is not None
+        return np.asarray(~np.isnan(label).any(axis=1))
 
     def _describe_bad(
         self, file: TextFile, chunk: TextChunk, at: int, fault: str, column: int, begin: int, end: int, *counts: int

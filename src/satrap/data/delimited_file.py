@@ -111,6 +111,14 @@ class TextFile:
                 high = _behind_newline(text, seen)
         return TextChunk(self._decoded(text[low : min(high, len(text))]), lambda: self._line(at + low))
 
+    def row_begins(self, text: NDArray[np.uint8]) -> NDArray[np.int64]:
+        """Return where the rows of a piece of text begin, as the core counts rows."""
+        is_end = text == _NEWLINE
+        if self.layout.newline_quote >= 0:
+            is_end &= np.cumsum(text == self.layout.newline_quote) % 2 == 0
+        ends = np.flatnonzero(is_end) + 1
+        return np.append(0, ends[ends < len(text)]) if len(text) else ends
+
     def _first_row(self) -> int:
         """Return the byte at which the first row begins."""
         with self._lock:

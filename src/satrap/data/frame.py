@@ -4,7 +4,7 @@ A frame is converted to Arrow arrays one range of rows at a time, so memory neve
 columns are not copied at all, and a Hugging Face dataset stays in its files. None of these packages is imported here.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -99,7 +99,8 @@ class _DatasetRows:
 
 def column_length(value: Any) -> int:
     """Return the number of samples of a column: an array, or (values, offsets) with one offset more than samples."""
-    return len(value[1]) - 1 if isinstance(value, tuple) else len(value)
+    offsets = value[1] if isinstance(value, tuple) and len(value) > 1 else None
+    return len(value) if not isinstance(offsets, Sized) else len(offsets) - 1
 
 
 def as_arrow(where: str, name: str, value: Any, begin: int = 0, end: int | None = None) -> Any:

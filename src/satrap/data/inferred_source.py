@@ -10,6 +10,7 @@ from typing import Any
 
 from satrap.config.optional_deps import pyarrow_for
 from satrap.data.arrow import Arrow, open_ipc
+from satrap.data.batch_assembler import joined
 from satrap.data.delimited import CSV
 from satrap.data.file_source import File, find_files
 from satrap.data.parquet import Parquet
@@ -63,7 +64,6 @@ def column_names(source: FileSource) -> list[str]:
 def sample_rows(source: FileSource, names: Sequence[str], num_rows: int) -> dict[str, Any]:
     """Return these columns of at most `num_rows` rows as Arrow arrays. They come from blocks in the source's shuffled
     order, so they are spread over large files."""
-    arrow = pyarrow_for("reading data")
     parts: list[dict[str, Any]] = []
     reader = source.replace(extra=tuple(names), shuffle=True, batch_size=_BATCH_ROWS, epochs=1)
     remaining = num_rows
@@ -75,7 +75,7 @@ def sample_rows(source: FileSource, names: Sequence[str], num_rows: int) -> dict
                 break
     if not parts:
         raise SourceError(f"{source.path}: found no rows; expected at least one after the header")
-    return {name: arrow.concat_arrays([part[name] for part in parts]) for name in names}
+    return {name: joined(name, [part[name] for part in parts]) for name in names}
 
 
 def _suffix(file: File) -> str:

@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from copy import copy
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
+from hashlib import blake2b
 from itertools import islice
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from satrap import _core
 from satrap.config.columns import Columns, IdColumn
@@ -52,8 +54,9 @@ class IterableSource(Source):
     _: KW_ONLY
     samples: bool = False
     """Whether each item is one sample: a dict with a value, or a list of values, for each column. A missing key is a
-    missing value. A batch is returned as soon as it has its samples, without another item, so items may be live
-    events. Samples are converted a batch at a time (with `shuffle`, 4,096 at a time): small batches cost more."""
+    missing value; each has to occur in the first items that are converted together. A batch is returned as soon as it
+    has its samples, without another item, so items may be live events. Samples are converted a batch at a time (with
+    `shuffle`, 4,096 at a time): small batches cost more."""
     offsets: bool = False
     """Whether the data can resume by itself: `items` is a function of an offset (None at the start) that returns pairs
     (item, offset after it). A checkpoint saves the offset before the first item that was not trained on completely,
@@ -97,6 +100,12 @@ class IterableSource(Source):
                 "list, or a function that returns a new iterator"
             )
 
+    def replace(self, **changes: Any) -> Self:
+        new = super().replace(**changes)
+        if new.items is self.items:  # an iterator that one of them reads is read for the other
+            set_field(new, "_used", self._used)
+        return new
+
     def _num_threads(self) -> int:
         return 0
 
@@ -127,7 +136,7 @@ class IterableSource(Source):
             self._used.append(True)
         is_known = isinstance(self.items, Sized) and (self.samples or self.batch_size is None)
         reader = _ItemReader(self, columns, position)
-        return [Block(read=reader.read, num_items=len(self.items) if is_known else None)]
+        return [Block(read=reader.read, is_numbered=True, num_items=len(self.items) if is_known else None)]
 
 
 class _ItemReader:
@@ -136,11 +145,13 @@ class _ItemReader:
     def __init__(self, source: IterableSource, columns: Columns, position: Position | None) -> None:
         """position: where the first epoch continues."""
         self._source, self._columns, self._position = source, columns, position
+        self._has_names = False  # whether samples have had all keys
 
     def read(self) -> Iterator[Chunk]:
         source, position = self._source, self._position or Position(0, 0, 0)
         self._position = None
         if source.offsets:
+            self._has_names |= position.offset is not None  # the samples before the offset
             items = iter(source.items(position.offset))
         else:
             given = source.items() if callable(source.items) else source.items
@@ -160,13 +171,26 @@ class _ItemReader:
             num_missing = _CHUNK_SAMPLES if source.shuffle else min(_CHUNK_SAMPLES, size - (phase + num_kept) % size)
             if not (taken := list(islice(items, num_missing))):
                 return
+            offsets: list[Any] = []
             if source.offsets:
                 pairs = [_unpack_pair(before + i, item) for i, item in enumerate(taken)]
-                taken, offset = [item for item, _ in pairs], pairs[-1][1]
+                taken, offsets = [item for item, _ in pairs], [after for _, after in pairs]
+                offset = offsets[-1]
+            self._require_names(before, taken)
             chunk = _decode_samples(before, taken, self._columns, source.max_bad_rows)
+            numbers = partial(_sample_numbers, chunk.rows, len(chunk), before, offsets)
             before += len(taken)
             num_kept += len(chunk)
-            yield replace(chunk, offset=offset if num_kept >= position.sample else None)
+            yield replace(chunk, rows=numbers, offset=offset if num_kept >= position.sample else None)
+
+    def _require_names(self, before: int, items: list[Any]) -> None:
+        """Raise unless these are samples, and each column occurs in them or has occurred before."""
+        for i, item in enumerate(items):
+            if not isinstance(item, Mapping):
+                raise SourceError(f"item {before + i} is {describe(item)}; expected a dict, one sample")
+        if not self._has_names:
+            self._columns.check_present(f"items from {before} on", sorted({name for item in items for name in item}))
+            self._has_names = True
 
     def _batch_chunks(self, items: Iterator[Any]) -> Iterator[Chunk]:
         offset = None
@@ -178,7 +202,8 @@ class _ItemReader:
                 chunk = decode_item(f"item {number}", item, self._columns, self._source.max_bad_rows)
             if self._source.batch_size is not None:  # it is kept while the next item is generated
                 chunk = replace(chunk, samples=chunk.decoded(), ready_batch=None)
-            yield replace(chunk, offset=offset)
+            first = _number_of(offset) if self._source.offsets else number << 32
+            yield replace(chunk, rows=partial(_sample_numbers, chunk.rows, len(chunk), first), offset=offset)
 
     def _kept(self, number: int, item: Any) -> Chunk | None:
         """Return an Inputs whose ids stay where they are, if it is a whole batch."""
@@ -232,12 +257,25 @@ def _unpack_pair(number: int, item: Any) -> tuple[Any, Any]:
     return item[0], item[1]
 
 
+def _number_of(offset: Any) -> int:
+    """Return a number that only the offset decides."""
+    return int.from_bytes(blake2b(json.dumps(offset, sort_keys=True).encode(), digest_size=8).digest(), "little")
+
+
+def _sample_numbers(
+    rows: Callable[[], NDArray[Any]] | None, num_samples: int, first: int, offsets: Sequence[Any] = ()
+) -> NDArray[np.uint64]:
+    """Return what identifies each sample of a chunk, however the items are divided into chunks: its number in the data,
+    or if there are offsets, the one after it, since a run that resumes does not know numbers.
+
+    rows: `Chunk.rows`. first: the number of the first item. offsets: those after the items; none: they have numbers."""
+    kept = np.arange(num_samples) if rows is None else rows()
+    if not offsets:
+        return kept.astype(np.uint64) + np.uint64(first)
+    return np.array([_number_of(offsets[row]) for row in kept.tolist()], np.uint64)
+
+
 def _decode_samples(before: int, items: list[Any], columns: Columns, max_bad: int) -> Chunk:
-    for i, item in enumerate(items):
-        if not isinstance(item, Mapping):
-            raise SourceError(f"item {before + i} is {describe(item)}; expected a dict, one sample")
-    known = {name for item in items for name in item}
-    columns.check_present(f"items from {before} on", sorted(known))
     where = f"items from {before} on"
     arrays = {name: as_arrow(where, name, [item.get(name) for item in items]) for name in columns.required()}
     return decode(arrays, len(items), columns, where=where, row=lambda i: f"item {before + i}", max_bad=max_bad)

@@ -1,11 +1,12 @@
 """Selects some samples of a source: a random share of them, or those before or since a value of a column.
 
 `Source.batches` wraps its blocks here. Whether a sample is in a share is a hash of the seed, its block, its chunk and
-its row, so sources that differ only in `share` read disjoint samples, in any order of the blocks and on any number of
-trainers. The chunks are decoded whole and then cut, which copies the selected samples.
+its row there, with rows counted that are left out. So sources that differ only in `share` read disjoint samples, in any
+order of the blocks and on any number of trainers. Samples of an iterable have numbers, or offsets, instead: where its
+chunks end depends on how it is read. The chunks are decoded whole and then cut, which copies the selected samples.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -50,14 +51,16 @@ class Selection:
 
     def _read(self, block: Block, number: int) -> Iterator["_SelectedChunk"]:
         for chunk, raw in enumerate(block.read()):
-            yield _SelectedChunk(raw, self, (number, chunk), 0)
+            yield _SelectedChunk(raw, self, (number, 0 if block.is_numbered else chunk), 0, block.is_numbered)
 
-    def mask(self, chunk: Chunk, place: tuple[int, int], begin: int) -> NDArray[np.bool_]:
-        """Return which samples of a chunk are selected; begin: the number of its first row in the whole chunk."""
+    def mask(
+        self, chunk: Chunk, place: tuple[int, int], numbers: Callable[[Chunk], NDArray[np.uint64]]
+    ) -> NDArray[np.bool_]:
+        """Return which samples of a chunk are selected. numbers: returns those of its samples at the place."""
         selected = np.ones(len(chunk), np.bool_)
         if self.share is not None:
             low, high = self.share
-            fractions = _fractions(len(chunk), begin, self.seed, *place)
+            fractions = _fractions(numbers(chunk), self.seed, *place)
             selected &= (fractions >= low) & (fractions < high)
         for bound, is_since in ((self.before, False), (self.since, True)):
             if bound is not None:
@@ -73,9 +76,11 @@ class _SelectedChunk:
     raw: RawChunk
     selection: Selection
     place: tuple[int, int]
-    """The numbers of the block and of its chunk."""
+    """The numbers of the block and of its chunk; 0 in place of the second if the samples have numbers in the block."""
     begin: int
     """The number of the first row in the whole chunk."""
+    is_numbered: bool
+    """That of the block."""
 
     def count_rows(self) -> int:
         return self.raw.count_rows()
@@ -85,9 +90,17 @@ class _SelectedChunk:
 
     def decode(self) -> Chunk:
         chunk = self.raw.decode()
-        order = np.flatnonzero(self.selection.mask(chunk, self.place, self.begin))
+        order = np.flatnonzero(self.selection.mask(chunk, self.place, self._numbers))
         extra = {name: array.slice(chunk.begin, len(chunk)).take(order) for name, array in chunk.extra.items()}
-        return replace(chunk, samples=_taken(chunk, order), ready_batch=None, extra=extra, begin=0, end=len(order))
+        taken, end = _taken(chunk, order), len(order)
+        return replace(chunk, samples=taken, ready_batch=None, extra=extra, begin=0, end=end, rows=None)
+
+    def _numbers(self, chunk: Chunk) -> NDArray[np.uint64]:
+        """Return a number for each sample, which depends on no other setting than those that the place depends on."""
+        if chunk.rows is None:
+            return np.arange(self.begin, self.begin + len(chunk), dtype=np.uint64)
+        rows = chunk.rows()[chunk.begin : chunk.stop].astype(np.uint64, copy=False)
+        return rows if self.is_numbered else rows + np.uint64(self.begin)
 
 
 def check_share(where: str, share: Any) -> tuple[float, float] | None:
@@ -112,9 +125,9 @@ def check_bound(where: str, name: str, bound: Any) -> Bound | None:
     return bound[0], bound[1]
 
 
-def _fractions(n: int, begin: int, *key: int) -> NDArray[np.float64]:
-    """Return a number from 0 to below 1 for each of n rows from `begin` on, which only the row and the key decide."""
-    hashes = hash_integers(hash_integers(np.arange(begin, begin + n, dtype=np.uint64)) ^ mixed(key))
+def _fractions(numbers: NDArray[np.uint64], *key: int) -> NDArray[np.float64]:
+    """Return a number from 0 to below 1 for each of these numbers, which only the number and the key decide."""
+    hashes = hash_integers(hash_integers(numbers) ^ mixed(key))
     fractions: NDArray[np.float64] = (hashes >> np.uint64(11)).astype(np.float64) * 2.0**-53
     return fractions
 
@@ -124,6 +137,11 @@ def _is_since(bound: Bound, values: Any) -> NDArray[np.bool_]:
     arrow = pyarrow_for("reading data")
     name, least = bound
     try:
+        values = values.dictionary_decode() if arrow.types.is_dictionary(values.type) else values
+        if arrow.types.is_integer(values.type) and isinstance(least, int | float):  # exactly, of any size
+            numbers: NDArray[Any] = values.fill_null(0).to_numpy(zero_copy_only=False)
+            is_since: NDArray[np.bool_] = (numbers >= least) & np.asarray(values.is_valid())
+            return is_since
         if isinstance(least, int | float):
             values = values.cast(arrow.float64())
         else:

@@ -4,7 +4,8 @@ a step does no work of the host for an id.
 `DirectEngine` has the rows and their heads, and keeps an engine of the core that has no rows: it numbers steps and
 versions, and raises the errors about batches. `DirectRows` looks up and updates. What a step does on the device depends
 on nothing that the host would have to wait for, but the one number that the update waits for anyway: whether the
-gradients are finite. All rows have their initial values from the start.
+gradients are finite. Where all tables leave out those that are not (`on_nonfinite="skip"`), the kernels look at each
+gradient as they add it, and nothing else reads the gradients. All rows have their initial values from the start.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -279,6 +280,7 @@ class DirectRows(DeviceRows):
 
     def use(self, engine: DeviceEngine) -> None:
         super().use(engine)
+        self.checks_in_update = all(table.on_nonfinite == "skip" for table in self._tables)
         with engine.stream.joined():
             self._batches = DirectBatches(self._features, self.id_layout, self._engine.numbers, self.device)
 
@@ -327,11 +329,12 @@ class DirectRows(DeviceRows):
         require_direct_sizes(request.tickets, request)
         with self._engine.in_order():
             flat, tickets = flat_gradients(request, self.empty(0, 0)), claim(request.tickets)
-            largest = largest_of(request)  # the one wait; what is read next was computed before
+            skips = self.checks_in_update
+            # The one wait; what is read next was computed before.
+            largest = 0.0 if skips else largest_of(request)
             for ticket in tickets:
                 if ticket.ids.is_refused:
                     raise refusal(ticket.ids, self._check_arrays(ticket.bags))
-            skips = False
             if not largest * abs(scale) * sum(ticket.bound for ticket in tickets) < LARGEST:
                 as_core = [self._as_core(ticket) for ticket in tickets]
                 skips = self._check(replace(request, tickets=as_core), scale)

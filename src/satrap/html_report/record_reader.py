@@ -33,9 +33,10 @@ def read_run(folder: Path, is_live: bool | None = None) -> RunRecords:
     """Read the records of a run; ConfigError if the folder is not that of a run."""
     records = folder / FOLDER
     if not records.is_dir() and not (folder / "run.json").is_file():
+        near = [other for other in (folder.resolve().parent, *sorted(folder.iterdir())) if (other / FOLDER).is_dir()]
         raise ConfigError(
             f"there is no record of a run in {str(folder)!r}; expected the --folder of satrap run, or the folder "
-            "that a script gives to satrap.Progress(record=...)"
+            "that a script gives to satrap.Progress(record=...)" + (f"; did you mean {str(near[0])!r}?" if near else "")
         )
     run = RunRecords(name=folder.resolve().name, is_live=is_live)
     for path in sorted(records.glob("*.jsonl"), key=lambda path: (len(path.name), path.name)):

@@ -5,6 +5,7 @@ A child dies with the thread that started it (`die_with_parent`), so a launcher 
 """
 
 import ctypes
+import fcntl
 import os
 import re
 import selectors
@@ -153,7 +154,7 @@ class ChildProcesses:
         if child is None:
             return
         child.was_stopped, child.release = True, child.release or release
-        child.popen.send_signal(_SIGNALS[mode])
+        signal.pidfd_send_signal(child.pidfd, _SIGNALS[mode])
         if child.kill_at is None:
             child.kill_at = time.monotonic() + GRACE_SECONDS
 
@@ -174,8 +175,8 @@ class ChildProcesses:
         """Kill the remaining children and wait for them. release: remove their rows."""
         for child in list(self._children.values()):
             child.was_stopped, child.release = True, child.release or release
-            child.popen.kill()
-            child.popen.wait()
+            signal.pidfd_send_signal(child.pidfd, signal.SIGKILL)
+            os.waitid(os.P_PIDFD, child.pidfd, os.WEXITED | os.WNOWAIT)
             self._reap(child)
         self._selector.close()
 
@@ -213,19 +214,22 @@ class ChildProcesses:
         return reports
 
     def _reap(self, child: _Child) -> list[Report]:
-        """Read a child's remaining output, kill its process group, and release its descriptors and its rows."""
+        """Kill the process group of a child that has exited, read its remaining output, and release its descriptors and
+        its rows."""
+        with suppress(ProcessLookupError):
+            os.killpg(child.popen.pid, signal.SIGKILL)  # before `wait`, after which another process may get the id
+        status = child.popen.wait()
         reports: list[Report] = []
         watched = self._selector.get_map()
         for name, pipe in child.pipes.items():
             fd = pipe.fileno()
-            while fd in watched and (data := self._read(fd)) is not None:
+            left = fcntl.fcntl(fd, fcntl.F_GETPIPE_SZ)  # a grandchild in another session may write forever
+            while left > 0 and fd in watched and (data := self._read(fd)) is not None:
                 reports += self._on_output(child, name, data)
+                left -= len(data)
             if fd in watched:  # a grandchild holds it
                 self._selector.unregister(fd)
             pipe.close()
-        status = child.popen.wait()
-        with suppress(ProcessLookupError):  # it left no children
-            os.killpg(child.popen.pid, signal.SIGKILL)
         self._selector.unregister(child.pidfd)
         os.close(child.pidfd)
         if child.release:
@@ -249,7 +253,7 @@ class ChildProcesses:
         now = time.monotonic()
         for child in self._children.values():
             if child.kill_at is not None and now > child.kill_at:
-                child.popen.kill()
+                signal.pidfd_send_signal(child.pidfd, signal.SIGKILL)
 
 
 def die_with_parent(parent: int) -> None:

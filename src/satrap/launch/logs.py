@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self, TextIO
 
-from satrap.event_log import event, formatter, is_routine, set_role
+from satrap.event_log import event, formatter, is_routine, message_for_terminal, set_role
 from satrap.launch.child_processes import (
     ChildExited,
     MemoryUsed,
@@ -49,6 +49,7 @@ class RunLogs:
         self.folder, self._records = folder, folder.with_name(FOLDER)
         self._records.mkdir(parents=True, exist_ok=True)
         self._stderr = Terminal(sys.stderr)
+        self._log_format = log_format
         self._has_line = log_format == "text" and draws_in_place(sys.stderr)
         # Two streams to one terminal are written in one order, so that the line stays below both.
         is_one = self._has_line and draws_in_place(sys.stdout) and _device(sys.stdout) == _device(sys.stderr)
@@ -62,6 +63,7 @@ class RunLogs:
         self._unwritten_bytes: dict[Path, int] = {}  # counts what a full disk kept from log files
         self._unwritten_records: dict[Path, int] = {}
         self._incomplete_records: dict[Process, bytes] = {}  # the start of a line
+        self._incomplete_line = b""  # what the first trainer has begun to log
         self.places: dict[Process, str] = {}
         """Process id and machine of each process that runs."""
         self.metrics: dict[Process, str] = {}
@@ -149,9 +151,20 @@ class RunLogs:
             return
         self._append(process, data)
         if _is_shown(process):
-            if self._has_line and stream == "stderr":
-                data = b"".join(line for line in data.splitlines(keepends=True) if not is_progress(line))
-            (self._stdout if stream == "stdout" else self._stderr).write(data)
+            (self._stdout if stream == "stdout" else self._stderr).write(
+                self._without_routine(data) if stream == "stderr" and self._log_format == "text" else data
+            )
+
+    def _without_routine(self, data: bytes) -> bytes:
+        """Return what the terminal shows of the first trainer's standard error: its lines of progress only where no
+        line below shows them. What begins like a line of its log is kept until the line is complete."""
+        lines = (self._incomplete_line + data).splitlines(keepends=True)
+        self._incomplete_line = b""
+        if lines and not lines[-1].endswith(b"\n") and is_routine(lines[-1].decode(errors="replace")):
+            self._incomplete_line = lines.pop()
+        lines = [line for line in lines if not (self._has_line and is_progress(line))]
+        shown = (message_for_terminal(line.decode(errors="surrogateescape")) for line in lines)
+        return "".join(line for line in shown if line is not None).encode(errors="surrogateescape")
 
     def _on_records(self, process: Process, data: bytes) -> None:
         """Keep a trainer's records, except those that are only shown."""
@@ -168,6 +181,8 @@ class RunLogs:
 
     def _on_exit(self, process: Process, *, failed: bool) -> None:
         start_offset = self._start_offsets.pop(process)
+        if _is_shown(process):
+            self._incomplete_line = b""
         if incomplete := self._incomplete_records.pop(process, b""):
             self._append_record(process, incomplete)
         if failed and not _is_shown(process):

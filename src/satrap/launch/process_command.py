@@ -50,9 +50,9 @@ class Script:
         option = ""  # the word before, if it may have this one as its value
         for word in self.arguments:
             name, is_pair, value = word.partition("=")
-            may_be_secret = is_secret_name(name if is_pair else option)
+            may_be_secret = is_secret_name(option) or (is_pair != "" and is_secret_name(name))
             texts = (value,) if word.startswith("-") else (word, value)
-            words += [text for text in texts if "/" in text or not may_be_secret]
+            words += [text for text in texts if not may_be_secret or _is_path(text)]
             option = word if word.startswith("-") and not is_pair else ""
         pieces = [piece for word in words for piece in (word, *word.split(",")) if piece]
         paths = []
@@ -60,6 +60,14 @@ class Script:
             with suppress(ConfigError):
                 paths.append(str(Location.parse(piece).without_glob().absolute()))
         return list(dict.fromkeys([os.path.abspath(self.path.parent), *(path for path in paths if path != "/")]))
+
+
+def _is_path(text: str) -> bool:
+    """Return whether what may be a secret is a path or URL. A secret in base64 may have slashes, too, but no dot."""
+    if "/" not in text or "." in text or "://" in text:
+        return "/" in text
+    begin = text[: text.find("/", 1)] if "/" in text[1:] else text
+    return os.path.lexists(os.path.expanduser(begin))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

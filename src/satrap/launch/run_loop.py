@@ -35,6 +35,7 @@ from satrap.launch.supervisor import RunConfig, Supervisor
 
 _LOG = logging.getLogger("satrap.launch")
 _POLL_SECONDS = 0.5  # the longest delay of a Ctrl-C
+_LOCK_SECONDS, _RETRY_SECONDS = 1.0, 0.01
 
 
 class Launcher(Protocol):
@@ -63,7 +64,10 @@ def lock_run_folder(folder: Path) -> Iterator[None]:
     with ExitStack() as stack:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            is_locked = try_lock(stack.enter_context(opened(folder)))
+            file = stack.enter_context(opened(folder))
+            until = time.monotonic() + _LOCK_SECONDS  # `satrap status` shares the lock for a moment
+            while not (is_locked := try_lock(file)) and time.monotonic() < until:
+                time.sleep(_RETRY_SECONDS)
         except OSError as error:
             raise ConfigError(f"{where} cannot be used: {error.strerror}; choose another with --folder") from error
         if not is_locked:
@@ -79,11 +83,18 @@ def run(
     previous = RunState.read(file)
     launch = 0 if previous is None else previous.launch
     run_state = RunState(name=secrets.token_hex(4), launch=launch, first_launch=launch + 1)
-    run_state.write(file)
-    if previous is not None:
+    if previous is not None:  # while the file still has the name: this run may be killed, too
         launcher.remove_files(previous.name)
+    run_state.write(file)
+    if launch:
+        text = "%s has the records of an earlier run; this one begins with launch %d (--folder names another)"
+        _LOG.info(text, folder, launch + 1)
     supervisor = Supervisor(run_config, run_state)
-    try:
+    with ExitStack() as stack:  # each is called, whatever the others raise
+        stack.callback(launcher.remove_files, run_state.name)
+        stack.callback(launcher.close)
+        stack.callback(scaler.close)
+        stack.callback(monitor.close)
         with _stop_signals() as stop_requests:
             scaler.watch(lambda: supervisor.run_state.servers if supervisor.run_state.launch else ())
             commands, events = supervisor.start(time.monotonic()), list[Event]()
@@ -109,11 +120,6 @@ def run(
                 events = [*launcher.poll(_POLL_SECONDS), *scaler.poll()]
                 events += [stop_requests.pop(0) for _ in range(len(stop_requests))]
                 commands = [command for event in events for command in supervisor.handle(event, time.monotonic())]
-    finally:
-        monitor.close()
-        scaler.close()
-        launcher.close()
-        launcher.remove_files(run_state.name)
 
 
 @contextmanager

@@ -61,9 +61,13 @@ class RunState(Serializable):
             ) from error
 
 
-def is_live(folder: Path) -> bool:
-    """Return whether a run uses the folder. ConfigError if none ever did."""
+def is_live(folder: Path) -> bool | None:
+    """Return whether a run uses the folder; None on a file system without locks, where that is not known.
+    ConfigError if none ever did."""
     if not (folder / "run.json").exists():
         raise ConfigError(f"there is no run in {str(folder)!r}; expected the --folder of a live run")
     with opened(folder) as file:  # a live run holds the lock of `satrap.launch.run_loop.lock_run_folder`
-        return not try_lock(file, shared=True)
+        try:
+            return not try_lock(file, shared=True)
+        except OSError:
+            return None

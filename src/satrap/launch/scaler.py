@@ -5,6 +5,7 @@ the load that the servers report (`satrap.sharding.autoscaler`). Servers may tak
 this, and its results are events.
 """
 
+import logging
 import os
 import queue
 import secrets
@@ -23,6 +24,7 @@ from satrap.server.migration.coordinator import Migration, NoJobError
 from satrap.server.protocol import ServerCalls
 from satrap.sharding.autoscaler import ScaleHistory, ScaleLimits, ServerLoad, decide
 
+_LOG = logging.getLogger("satrap.launch")
 _REQUEST = "servers-wanted"
 _MAX_REQUEST_BYTES = 32
 _WINDOW_SECONDS = 10.0
@@ -94,6 +96,9 @@ class Scaler:
             self._migration.run()
         except SatrapError as error:
             failure, has_no_job = str(error), isinstance(error, NoJobError)
+        except Exception as error:  # without its end, the run would never scale again
+            failure = f"{type(error).__name__}: {error}"
+            _LOG.warning("the migration failed with an unexpected error", exc_info=True)
         finally:
             self._migration = None
         self._events.put(MigrationEnded(failure, has_no_job))
@@ -120,15 +125,15 @@ class Scaler:
         for address in addresses:
             if self._closed.is_set():
                 break
-            client = Client(ServerCalls, address, keys=self._keys, deadline=_LOAD_SECONDS)
-            with suppress(SatrapError), client:
+            # A server that has not listened yet has no address, which the constructor refuses.
+            with suppress(SatrapError), Client(ServerCalls, address, keys=self._keys, deadline=_LOAD_SECONDS) as client:
                 loads[address] = client.call.load(Origin())
         return loads
 
 
 def request_servers(folder: Path, servers: int) -> None:
     """Request this number of servers from the live run in the folder."""
-    if not is_live(folder):
+    if is_live(folder) is False:
         raise ConfigError(
             f"the run in {str(folder)!r} has ended; start it again with --servers {servers}, or give the --folder of a "
             "live run"

@@ -12,7 +12,10 @@ HIDDEN = "(hidden)"
 _WORDS = "password|passwd|passphrase|pwd|secret|token|key|apikey|accesskey|credential|signature|sig|authorization"
 _NAME = re.compile(rf"(?:^|[^a-z])(?:{_WORDS})s?(?:$|[^a-z])")
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
-_PAIR = re.compile(r"""(?P<name>[\w.-]+)(?P<mark>["']?\s*[=:](?!//)\s*)(?P<value>"[^"]*"|'[^']*'|[^\s,;&)}\]]+)""")
+_SCHEME = r"(?:(?i:basic|bearer|digest|negotiate|token)\s+)?"  # HTTP has it before the secret
+_PAIR = re.compile(
+    rf"""(?P<name>[\w.-]+)(?P<mark>["']?\s*[=:](?!//)\s*)(?P<value>{_SCHEME}(?:"[^"]*"|'[^']*'|[^\s,;&)}}\]]+))"""
+)
 _ADDRESS = re.compile(r"(://[^/\s:@]*):[^/\s@]+@")
 
 

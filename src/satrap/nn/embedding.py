@@ -199,10 +199,10 @@ class _TableModule(torch.nn.Module):
 
     def _reader(self) -> Callable[[Mapping[str, NDArray[np.uint64]], torch.device], dict[str, Tensor]]:
         """Prepare for a lookup without training; return what reads rows as they are."""
-        if not self._is_frozen:
+        if not self._is_frozen or self._session.deterministic:  # another module may train the rows
             self._session.apply_submitted()
-            if torch.is_grad_enabled() and self.table.frozen is not True:
-                self._session.why_untrained = _IN_EVAL.format(self.table.name)
+        if not self._is_frozen and torch.is_grad_enabled() and self.table.frozen is not True:
+            self._session.why_untrained = _IN_EVAL.format(self.table.name)
         return self._session.read
 
     def _require_expected_step(self) -> None:

@@ -8,10 +8,13 @@ rate, and the rows at the end of training of tables without a capacity.
 import json
 import os
 import runpy
+import select
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from satrap.errors import ConfigError
 from satrap.planning.workload import BACKWARD
 
 _SECONDS = 600.0
+_END_BYTES = 1 << 14
 
 
 def observe_script(script: Path, arguments: Sequence[str], num_steps: int) -> dict[str, Any]:
@@ -28,27 +32,45 @@ def observe_script(script: Path, arguments: Sequence[str], num_steps: int) -> di
             f"there is no file {str(script)!r}; expected a training script, or a description of the job in TOML"
         )
     with tempfile.TemporaryDirectory(prefix="satrap-plan-") as folder:
-        answer = Path(folder) / "model.json"
+        answer, output = Path(folder) / "model.json", Path(folder) / "output"
         command = [sys.executable, "-m", "satrap.planning.job_script", str(answer), str(num_steps), str(script)]
-        try:
-            # The output of the script is of interest if it fails, and would otherwise mix with the plan.
-            run = subprocess.run(
-                [*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=_SECONDS
-            )
-        except subprocess.TimeoutExpired:
+        status = _status_of([*command, *arguments], output)
+        if status is None:
             raise ConfigError(
                 f"{script} took more than {_SECONDS:.0f} s for {num_steps} steps; reduce --steps, or describe the "
-                "job in "
-                "TOML"
-            ) from None
+                "job in TOML"
+            )
         if not answer.exists():
-            last = "\n".join(run.stdout.splitlines()[-8:])
+            last = "\n".join(_end_of(output).splitlines()[-8:])
             raise ConfigError(
-                f"{script} exited with status {run.returncode} before {num_steps} steps; expected a script that trains "
+                f"{script} exited with status {status} before {num_steps} steps; expected a script that trains "
                 f"with satrap.Embeddings for longer (--steps asks for fewer). The end of its output:\n{last}"
             )
         content: dict[str, Any] = json.loads(answer.read_text())
         return content
+
+
+def _status_of(command: Sequence[str], output: Path) -> int | None:
+    """Run a command, with its output in a file: it is of interest if the command fails, and would otherwise mix with
+    the plan. Return its exit status; None if it took too long. Processes that it has started end with it: it has no
+    chance to stop them itself."""
+    with open(output, "wb") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+    pidfd = os.pidfd_open(process.pid)
+    try:
+        is_over = bool(select.select([pidfd], [], [], _SECONDS)[0])
+    finally:  # also after Ctrl-C
+        os.close(pidfd)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return process.returncode if is_over else None
+
+
+def _end_of(output: Path) -> str:
+    with open(output, "rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _END_BYTES))
+        return file.read().decode(errors="replace")
 
 
 def model_of(steps: Any) -> dict[str, Any]:

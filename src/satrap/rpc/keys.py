@@ -6,6 +6,7 @@ owner only and is created atomically. It is refused if other users may read it o
 be readable by its group, too: so Kubernetes mounts a Secret for a process that is not root.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -23,6 +24,7 @@ from satrap.errors import ConfigError
 _FORMAT = "satrap key 1"
 _FIELDS = ("format", "role", "secret", "public", "peer")
 _KEY_CHARACTERS = 40  # Z85 of 32 bytes
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)  # on file systems without hard links
 ROLES = ("server", "client")
 
 
@@ -130,6 +132,10 @@ def _write(path: Path, keys: Keys) -> None:
     try:
         write_file(temporary, keys.text(), 0o600)
         os.link(temporary, path)  # unlike a rename, it replaces no file
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        write_file(path, keys.text(), 0o600)  # not atomic: what a kill cut short is refused by its checksum
     finally:
         temporary.unlink(missing_ok=True)
     put_on_disk(path.parent)

@@ -145,9 +145,9 @@ class SyncDense(DenseStrategy):
 
     def step(self, inverse_scale: float) -> None:
         scaled = [parameter.grad for parameter in self._parameters() if parameter.grad is not None]
-        if inverse_scale != 1.0 and scaled:
-            torch._foreach_mul_(scaled, inverse_scale)
         with Uninterrupted():  # all parameters are stepped, or none
+            if inverse_scale != 1.0 and scaled:
+                torch._foreach_mul_(scaled, inverse_scale)
             self._optimizer.step()
 
     def batches(

@@ -164,7 +164,7 @@ class Embeddings(torch.nn.Module):
         if strategy.tables:
             self._session.open(strategy)
         optimizer = HybridOptimizer(dense, self._session, strategy)
-        self._session.dense, self._session.on_hold = strategy, optimizer.hold
+        self._session.use(strategy, optimizer.hold)
         return optimizer
 
     def parallel(self, model: torch.nn.Module, *, compress: Compress | None = None) -> torch.nn.Module:
@@ -251,6 +251,13 @@ class Embeddings(torch.nn.Module):
         """Choose whether the streams that are created from now on train the tables. `eval()` is `train(False)`."""
         self._session.is_training = mode
         return super().train(mode)
+
+    def __reduce_ex__(self, _: object) -> Never:
+        raise TypeError(
+            "embeddings can be neither copied nor pickled, and no model that has them as a submodule, because their "
+            "rows live in tables: save the rows with satrap.Checkpoint; to copy or pickle a model, keep the embeddings "
+            "outside of it"
+        )
 
     def __dir__(self) -> list[str]:
         """Return the names of Satrap, without the many of `nn.Module`."""

@@ -50,7 +50,8 @@ class Counts:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the counts, for a checkpoint."""
-        return {"ids": torch.from_numpy(self._ids.view(np.int64)), "counts": torch.from_numpy(self._counts)}
+        arrays = {"ids": self._ids.view(np.int64), "counts": self._counts}
+        return {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}  # `add` counts in place
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore the counts from a `state_dict`."""

@@ -19,7 +19,7 @@ overflow: an overflowed step changes neither half, and its batches are dropped a
 
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import Tensor
@@ -59,6 +59,12 @@ class HybridOptimizer(torch.optim.Optimizer):
         tables = ", ".join(f"{group['table']}: lr={group['lr']:g}" for group in self._tables)
         return f"HybridOptimizer({self.dense!r}, tables: {tables})"
 
+    def __reduce_ex__(self, _: object) -> Never:
+        raise TypeError(
+            "an optimizer of embeddings can be neither copied nor pickled, because it updates their rows: save its "
+            "state_dict(), or the whole run with satrap.Checkpoint"
+        )
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of dense parameters."""
         if not hasattr(self, "dense"):  # called by the base class, for the dense optimizer's groups
@@ -74,6 +80,14 @@ class HybridOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the tables with the gradients of the waiting batches, and the dense parameters with theirs."""
+        try:
+            return self._step(closure)
+        except BaseException:  # a GradScaler would multiply the scale that it finds here by that of the next step
+            for name in ("grad_scale", "found_inf"):
+                self.__dict__.pop(name, None)
+            raise
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -93,16 +107,16 @@ class HybridOptimizer(torch.optim.Optimizer):
     def _read_scaler(self) -> tuple[bool, float]:
         """Return whether a GradScaler found an overflow, and the factor of the gradients. Waits for the device once,
         for these numbers and for the largest gradient, which the update needs too."""
-        overflows: Tensor | None = getattr(self, "found_inf", None)
+        overflows: Tensor | int | None = getattr(self, "found_inf", None)  # 0, not a tensor, if nothing has a gradient
         scale: Tensor | None = getattr(self, "grad_scale", None)
-        given = [number.reshape(()).float() for number in (overflows, scale) if number is not None]
-        if not given:
+        if overflows is None and scale is None:
             return False, 1.0
+        given = [number.reshape(()).float() for number in (overflows, scale) if isinstance(number, Tensor)]
         self._session.measure(are_checked=scale is not None)  # it is None if scaler.unscale_ checked them earlier
-        numbers = iter(to_host(torch.stack(given)).tolist())
-        overflowed = False
+        numbers = iter(to_host(torch.stack(given)).tolist() if given else ())
+        overflowed = isinstance(overflows, Tensor) and next(numbers) != 0
         if overflows is not None:
-            self._strategy.require_same_overflow(overflowed := next(numbers) != 0)
+            self._strategy.require_same_overflow(overflowed)
         return overflowed, 1.0 if scale is None else 1.0 / next(numbers)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -61,15 +61,15 @@ class TrainingSession:
         """The strategy of the optimizer; one that does nothing until there is an optimizer."""
         self.on_hold: Callable[[list[Tensor]], None] | None = None
         """Receives the leaves that wait for a step; None until there is an optimizer."""
+        self._held: list[Tensor] = []
         self.figures = DenseFigures()
         self.is_training = True
         """Whether the embeddings are in train(), and not in eval()."""
         self.expected_rows: Any = None
         """The rows that a loaded state_dict expects, as `rows_state` returns them; None if they were found."""
         self.why_untrained = ""  # the error of a step that finds no gradient of rows, since modules only read
-        self.staleness = staleness
+        self.staleness, self.deterministic = staleness, deterministic
         self._open_worker = open_worker
-        self._deterministic = deterministic
         self._output_dtype = output_dtype
         self._worker: Worker | None = None
         self._step = 0
@@ -137,6 +137,17 @@ class TrainingSession:
         if self.expected_rows is not None:
             self.require_rows(self.expected_rows)
             self.expected_rows = None
+
+    def use(self, dense: DenseStrategy, on_hold: Callable[[list[Tensor]], None]) -> None:
+        """Train by this strategy from the next stream on, and let its optimizer hold the leaves that wait for a step,
+        from now on."""
+        self.dense, self.on_hold = dense, on_hold
+        on_hold(self._held)
+
+    def _hold(self, leaves: list[Tensor]) -> None:
+        self._held = leaves
+        if self.on_hold is not None:
+            self.on_hold(leaves)
 
     # -- step and position ---------------------------------------------------------------------------------------------
 
@@ -244,10 +255,10 @@ class TrainingSession:
         """read: returns the batches of the data, and the position at which they begin."""
         self._begin_training()
         ledger: BatchLedger[InFlightBatch] = BatchLedger(
-            self.staleness, accumulate=accumulate, deterministic=self._deterministic, last_step=self.step
+            self.staleness, accumulate=accumulate, deterministic=self.deterministic, last_step=self.step
         )
         inputs, position = read(tracked := self._tracked.get(id(data)))
-        how: dict[str, Any] = {"device": device, "overlap": overlap, "on_hold": self.on_hold, "dense": self.dense}
+        how: dict[str, Any] = {"device": device, "overlap": overlap, "on_hold": self._hold, "dense": self.dense}
         with Uninterrupted():
             self._training_data = data
             stream = self._training = Stream(inputs, worker, ledger, train=True, position=position, **how)
@@ -285,13 +296,14 @@ class TrainingSession:
             raise StreamError("no optimizer: call embeddings.optimizer(...) before a module looks up rows for training")
         self._begin_training(joins=self.dense.joins_attempt)
         several = self.trainers.world_size > 1
-        lookups = ModuleLookups(self.worker, self._step, self.on_hold, dense=self.dense, has_peers=several)
+        lookups = ModuleLookups(self.worker, self._step, self._hold, dense=self.dense, has_peers=several)
         with Uninterrupted():
             self._training = lookups
         return lookups
 
     def evaluate_on(self, data: Any, device: torch.device, overlap: bool) -> Stream:
-        """Start a stream that changes no table."""
+        """Start a stream that changes no table, and reads the updates of all steps so far."""
+        self.apply_submitted()
         inputs = self.worker.batches(data)
         if self.dense.tables:
             self.drain()

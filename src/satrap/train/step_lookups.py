@@ -97,7 +97,8 @@ class Lookup:
         """The numbers of the chunks that a backward pass has reached: only they have a gradient."""
 
     def __call__(self, leaf: Tensor) -> None:
-        self._step.reach(self, leaf)
+        if leaf.grad is not None:  # a Function of the model may stop all gradients
+            self._step.reach(self, leaf)
 
     def forget(self) -> None:
         """Clear the gradient."""
@@ -136,10 +137,12 @@ class _Recorded(torch.autograd.Function):
         return tuple(part.data for part in rows.split([len(ids) for ids in lookup.chunks]))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None]:
         lookup: Lookup = ctx.lookup
         lookup.reached_chunks |= {number for number, gradient in enumerate(gradients) if gradient is not None}
-        first = next(gradient for gradient in gradients if gradient is not None)
+        first = next((gradient for gradient in gradients if gradient is not None), None)
+        if first is None:
+            return None, None
         if len(gradients) == 1:
             # Two gradients may be views of one: clipping and GradScaler, which change both in place, must do so once.
             return first.clone() if first._is_view() else first, None

@@ -139,6 +139,8 @@ class Rows(Protocol):
     """Whether `resolve` does a part of a lookup."""
     takes_interleaved: bool = False
     """Whether the gradient of a jagged sequence may be [n, k, dim], with k groups of n rows interleaved."""
+    checks_in_update: bool = False
+    """Whether an update finds by itself which gradients are not finite, so that `Worker.measure` measures none."""
     output_dtype: str = "float32"
     """The dtype of the rows in batches, and of their gradients. Arrays are float32, and are cast where they become
     tensors."""

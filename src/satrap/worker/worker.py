@@ -339,7 +339,7 @@ class Worker:
     def measure(self, gradients: Sequence[tuple[Any, float]]) -> Any:
         """Return the largest magnitude of the tensors, each times its factor, for `update` to use; None if `update`
         does not use it. Call this where the tensors are computed: it does not wait for them."""
-        return self._blocks.measure(gradients)
+        return None if self.rows.checks_in_update else self._blocks.measure(gradients)
 
     def drop(self, ticket: Ticket) -> None:
         """Give up a batch that will not be updated. Its rows stay as the lookup left them."""

@@ -253,7 +253,9 @@ class Migration:
 
     def _copy_rows(self, source: str, target: str, buckets: Numbers, migration: int) -> None:
         """Do 2."""
-        state = self._call(source).get_shard_map(Origin(), 0)["state"]
+        state = self._call(source).get_shard_map(Origin(), 0).get("state")
+        if state is None:
+            raise NotReadyError(f"the server at {source} has no job any more: it was restarted without its rows")
         self._call(target).expect_buckets(self._origin(), migration, buckets, state)
         for table in range(len(state["versions"])):
             begin, total = 0, 1
@@ -281,7 +283,12 @@ class Migration:
 
     def _add_servers(self, job: Job, answers: Mapping[str, Any], new: list[str], after: ShardMap) -> None:
         """Give servers that join the job, its attempt and its learning rates."""
-        state = next(answer["state"] for address, answer in answers.items() if answer["version"] and address not in new)
+        states = [answer["state"] for address, answer in answers.items() if answer["version"] and address not in new]
+        if not states:
+            raise NotReadyError(
+                f"no server at {', '.join(answers)} has a job any more: all were restarted without rows"
+            )
+        state = states[0]
         for address in new:
             number = after.addresses.index(address)
             answer = self._call(address).hello(self._origin(), job.to_dict(), after.to_dict(), number, True)

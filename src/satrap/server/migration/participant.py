@@ -109,10 +109,10 @@ class MigrationParticipant:
         ), total
 
     def _columns(self, buckets: Buckets, table: int) -> dict[str, NDArray[Any]]:
-        key = table, buckets.tobytes()
-        if self._cached_columns is not None and self._cached_columns[:2] == key:
-            return self._cached_columns[2]
-        self._cached_columns = None
+        key, cached = (table, buckets.tobytes()), self._cached_columns  # which another call may replace at any time
+        if cached is not None and cached[:2] == key:
+            return cached[2]
+        self._cached_columns = cached = None  # frees the memory of the table before
         first, end = self._first_buckets[table], self._first_buckets[table + 1]
         own = np.sort(buckets[(first <= buckets) & (buckets < end)]) - first
         rows, sighted = [], []

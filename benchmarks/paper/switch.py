@@ -1,4 +1,4 @@
-"""The switch of an emulated network: `python -m benchmarks.cluster.switch <machines>` forwards until stdin ends.
+"""The switch of an emulated network: `python -m benchmarks.paper.switch <machines>` forwards until stdin ends.
 
 It has a tun device for each machine, the machine's end of its cable. Its first line on stdout has their names as JSON,
 and its parent moves each to its machine (`machines.py`). The devices end with the process. Machine i has the address
@@ -22,7 +22,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from benchmarks.cluster.link import Network, Shape, wire_bytes
+from benchmarks.paper.link import Network, Shape, wire_bytes
 
 _TUNSETIFF, _TUNSETOFFLOAD = 0x400454CA, 0x400454D0
 _TUN, _NO_PACKET_INFO, _OFFLOAD_HEADER = 0x0001, 0x1000, 0x4000

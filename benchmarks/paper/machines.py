@@ -13,9 +13,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from typing import Any
 
-from benchmarks.cluster.link import Shape
 from benchmarks.cluster.processes import Process, receive, send, talking
-from benchmarks.cluster.switch import NETWORK, address_of
+from benchmarks.paper.link import Shape
+from benchmarks.paper.switch import NETWORK, address_of
 
 TOOLS = ("ip", "nsenter", "unshare")
 
@@ -61,7 +61,7 @@ def emulated(num_machines: int) -> Iterator[Machines]:
             holder = stack.enter_context(talking(["unshare", "--net", "sh", "-c", "echo true; exec cat"]))
             receive(holder)  # its namespace exists
             holders.append(holder.pid)
-        switch = stack.enter_context(talking([sys.executable, "-m", "benchmarks.cluster.switch", str(num_machines)]))
+        switch = stack.enter_context(talking([sys.executable, "-m", "benchmarks.paper.switch", str(num_machines)]))
         machines = Machines(holders, receive(switch), switch)
         for number, device in enumerate(machines.devices):
             run(["ip", "link", "set", device, "netns", str(holders[number])])

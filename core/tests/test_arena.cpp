@@ -125,7 +125,7 @@ CASE(threads_share_it, 4) {
 }
 
 // Linux limits the mappings of a process to 65530; a machine may have terabytes. Nothing here is touched.
-CASE(many_bytes_are_few_mappings, kSanitized ? 0 : 1) {
+CASE(many_bytes_are_few_mappings, testing::kSanitized ? 0 : 1) {
     const auto mappings = [] {
         std::ifstream maps("/proc/self/maps");
         return std::count(std::istreambuf_iterator<char>(maps), {}, '\n');

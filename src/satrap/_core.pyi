@@ -280,7 +280,9 @@ class Engine:
         """
 
     def import_frames(self, table: int, ids: NDArray[numpy.uint64], steps: NDArray[numpy.uint32]) -> NDArray[numpy.int32]:
-        """Inserts or replaces rows of a snapshot; returns their frames."""
+        """
+        Inserts or replaces rows of a snapshot; returns their frames. If one has no room, inserts none.
+        """
 
     def check_frames(self) -> None:
         """Raises AssertionError unless each frame is free or of one row."""

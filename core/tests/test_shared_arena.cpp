@@ -317,7 +317,8 @@ CASE(callers_share_a_growing_file, testing::scaled(2)) {
 // Linux limits the mappings of a process to 65530; a file may have terabytes.
 CASE(a_growing_file_has_few_mappings, 1) {
     const SharedFile file;
-    SharedArena::create(file.path, 1, {});
+    const std::string config = "{}";
+    SharedArena::create(file.path, 1, config);
     const auto arena = SharedArena::attach(file.path, 1); // now it is mapped by its name
     for (unsigned i = 0; i < 8; ++i) arena->allocate({ChunkKind::rows, 0, 0, i}, SharedArena::kMappingBytes - 64);
     std::ifstream maps("/proc/self/maps");

@@ -82,8 +82,8 @@ def message_for_terminal(line: str) -> str | None:
     only if it says what became of a checkpoint, as its message. Lines in JSON are not known."""
     if not is_routine(line):
         return line
-    told = _CHECKPOINT.match(line)
-    return None if told is None else f"satrap run: {told[1]}"
+    match = _CHECKPOINT.match(line)
+    return None if match is None else f"satrap run: {match[1]}"
 
 
 def formatter(name: str) -> logging.Formatter:

@@ -261,7 +261,14 @@ class SharedArena final : public Arena {
     void map_range(std::uint64_t offset, std::size_t bytes, std::size_t reserved) {
         SATRAP_ASSERT(fd_ >= 0 && reserved >= bytes);
         SATRAP_ASSERT(bytes != 0 && bytes % kPage == 0 && offset % kPage == 0);
-        void* address = mmap(nullptr, reserved, PROT_READ | PROT_WRITE, MAP_SHARED, fd_, static_cast<off_t>(offset));
+        const auto map = [&] {
+            return mmap(nullptr, reserved, PROT_READ | PROT_WRITE, MAP_SHARED, fd_, static_cast<off_t>(offset));
+        };
+        void* address = map();
+        if (address == MAP_FAILED && reserved > bytes) { // a limit on addresses may leave room for the bytes alone
+            reserved = bytes;
+            address = map();
+        }
         if (address == MAP_FAILED) fail(errno_text("cannot be mapped"));
         madvise(address, reserved, MADV_HUGEPAGE); // honoured where the system allows huge pages on tmpfs
         // A fork could write to it, and would hold the lock through its mapping.

@@ -360,14 +360,16 @@ def test_the_memory_of_a_batch_may_be_used_again(num_batches: int, rng: np.rando
     """By a loop that writes each batch into the same tensors: the update has the ids that were looked up."""
     item = Table("item", dim=3, optimizer=Adagrad(lr=0.1))
     declared = Features({"item": item, "bag": item.bag("mean", weighted=True)})
-    workers = [local_worker(declared, seed=3, num_threads=2), ArrayWorker(declared, "cpu", seed=3, num_threads=2)]
-    memory: Any = Inputs(
-        names=declared.names,
-        values=torch.zeros(15, dtype=torch.int64),
-        offsets=torch.zeros(11, dtype=torch.int64),
-        weights=torch.zeros(15),
-        batch_size=5,
-    )
+    workers: list[Any] = [
+        local_worker(declared, seed=3, num_threads=2),
+        ArrayWorker(declared, "cpu", seed=3, num_threads=2),
+    ]
+    of_memory: dict[str, Any] = {
+        "values": torch.zeros(15, dtype=torch.int64),
+        "offsets": torch.zeros(11, dtype=torch.int64),
+        "weights": torch.zeros(15),
+    }
+    memory: Any = Inputs(names=declared.names, batch_size=5, **of_memory)
     for step in range(1, 4):
         tickets: list[list[Any]] = [[], []]
         for _ in range(num_batches):

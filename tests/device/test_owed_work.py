@@ -233,7 +233,7 @@ def test_moves_wait_for_a_step_that_failed_midway(failing: int, monkeypatch: pyt
         worker = worker_of(two_pools(), "cpu")
         look_up(worker, 0, 1)
         ticket = worker.lookup(batch(worker.features, 1), step=2, oldest_open=2).ticket
-        works = reference.update
+        works, gradient = reference.update, torch.ones(ROWS, 12)
 
         def fail(values: torch.Tensor, *given: Any) -> Any:
             if values.shape[1] == failing:
@@ -242,7 +242,7 @@ def test_moves_wait_for_a_step_that_failed_midway(failing: int, monkeypatch: pyt
 
         with monkeypatch.context() as patched, pytest.raises(MemoryError):
             patched.setattr(reference, "update", fail)
-            worker.update([ticket], [torch.ones(ROWS, 12)], step=2)
+            worker.update([ticket], [gradient], step=2)
         look_up(worker, 0, 3)
         assert contents(worker)
     assert recorder.faults == []

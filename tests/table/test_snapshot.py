@@ -391,7 +391,7 @@ def test_a_bucket_may_have_more_than_2_31_numbers() -> None:
     arrow = pyarrow_or_error()
     table, lines = Table("t", dim=65536, dtype="float16", optimizer=SGD()), 2**15 + 1
     schema = schema_of(arrow, "rows", "full", "0" * 16, table, 0)
-    columns = {"id": np.zeros(lines, np.uint64), "step": np.zeros(lines, np.uint32)}
+    columns: Any = {"id": np.zeros(lines, np.uint64), "step": np.zeros(lines, np.uint32)}
     columns["values"] = np.zeros((lines, table.dim), np.uint16)
     sink = arrow.MockOutputStream()
     with new_file(arrow, sink, schema) as writer:

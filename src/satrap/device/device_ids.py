@@ -260,7 +260,8 @@ class DeviceIds(IdEntries):
             values, weights = values[stays], None if weights is None else weights[stays]
             offsets, feature = kept.offsets(), feature[stays]
         else:  # the caller may use the memory of its batch again, before the update
-            values, offsets, weights = (None if part is None else part.clone() for part in (values, offsets, weights))
+            values, weights = values.clone(), None if weights is None else weights.clone()
+            offsets = None if offsets is None else offsets.clone()
         grouped = GroupedIds.of(values, layout.tables[feature], layout.num_tables)
         num_cut = [int(cut[number]) for number in layout.sequences]
         return cls(values, offsets, weights, batch_size, max(1.0, largest_weight), num_cut, grouped)

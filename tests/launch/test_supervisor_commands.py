@@ -34,7 +34,7 @@ def test_how_processes_are_stopped_at_the_end_of_a_run() -> None:
     machine = training_machine(trainers=2)
     machine.handle(StopRequested("SIGINT"))
     assert machine.stops() == {"trainer 0": ("interrupt", False), "trainer 1": ("interrupt", False)}
-    assert machine.log[-1] == "SIGINT: stopping the run; the same command resumes from the last checkpoint"
+    assert machine.log[-1] == "SIGINT: stopping the run; the same command resumes the last checkpoint, if there is one"
     machine.exit(Role.TRAINER, 0, -2)
     assert not machine.stops()
     machine.exit(Role.TRAINER, 1, -2)

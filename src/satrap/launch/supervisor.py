@@ -453,7 +453,9 @@ class Supervisor:
         if self._is_stopping:
             return [StopProcess(process, "kill", release=True) for process in self._with_role(*Role)]
         self._is_stopping = True
-        return self._fail(f"{reason}: stopping the run; the same command resumes from the last checkpoint", 130)
+        return self._fail(
+            f"{reason}: stopping the run; the same command resumes the last checkpoint, if there is one", 130
+        )
 
     def _fail(self, reason: str, status: int) -> list[Command]:
         return [LogMessage(reason), *self._shut_down(status)]

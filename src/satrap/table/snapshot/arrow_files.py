@@ -75,7 +75,7 @@ def as_batch(arrow: Any, columns: Columns, schema: Any) -> Any:
 
 def new_file(arrow: Any, sink: Any, schema: Any) -> Any:
     """Return the writer of a new file. A record batch has a whole bucket, which may hold more numbers than 32 bits
-    count; Arrow writes such a batch only if it is told to."""
+    count; Arrow writes such a batch only with this option."""
     return arrow.ipc.new_file(sink, schema, options=arrow.ipc.IpcWriteOptions(allow_64bit=True))
 
 

@@ -22,6 +22,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/prefetch.hpp"
 #include "storage/arena.hpp"
 #include "storage/index_page.hpp"
 
@@ -54,7 +55,7 @@ class Index {
 
     void prefetch(std::uint64_t hash) const {
         const IndexPage& page = page_of(hash);
-        __builtin_prefetch(&page.groups[page.home(hash)]);
+        prefetch_early(&page.groups[page.home(hash)]);
     }
     std::uint32_t candidate(std::uint64_t hash) const { return page_of(hash).candidate(hash); }
     template <typename IsIt> std::uint32_t find(std::uint64_t hash, IsIt is_it) const {

@@ -4,6 +4,7 @@
 #include "base/atomic_max.hpp"
 #include "base/errors.hpp"
 #include "base/float_mode.hpp"
+#include "base/prefetch.hpp"
 
 namespace satrap {
 
@@ -55,8 +56,8 @@ void Table::open_step(const LookupStep& at) {
 
 // A row begins anywhere in a cache line, so its last byte can be in a line that steps of 64 from its first one miss.
 static void prefetch(const std::byte* row, std::size_t bytes) {
-    for (std::size_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at);
-    __builtin_prefetch(row + bytes - 1);
+    for (std::size_t at = 0; at < bytes; at += 64) prefetch_early(row + at);
+    prefetch_early(row + bytes - 1);
 }
 
 // Finds the slot of every unique id (kNoSlot: no row) in passes, so that the cache misses of a bucket overlap.

@@ -8,15 +8,18 @@ import stat
 import subprocess
 import sys
 import tempfile
+import urllib.request
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from network import only_ipv6
 from rpc_parts import LOOPBACK, Calls, Served
 from satrap.cli.main import main
 from satrap.errors import ConfigError
+from satrap.monitor.endpoint import HttpEndpoint
 from satrap.rpc import Client, Keys, Service
 from satrap.rpc.address import advertised_address, join_address, split_address
 from satrap.rpc.keys import _distrust, create_keys
@@ -192,6 +195,17 @@ def test_ipv6() -> None:
     with Service(Served(), Calls, "tcp://[::1]:0", insecure=True) as service, Client(Calls, service.address) as client:
         assert service.address.startswith("tcp://[::1]:")
         assert client.call.add(2) == 2
+
+
+def test_every_address_of_a_machine_that_has_only_ipv6() -> None:
+    with (
+        only_ipv6(),
+        Service(Served(), Calls, "tcp://*:0", insecure=True) as service,
+        Client(Calls, join_address("fd00::1", split_address(service.address)[1])) as client,
+        HttpEndpoint("*:0", lambda: [], lambda: "") as endpoint,
+        urllib.request.urlopen(f"http://[fd00::1]:{endpoint.address.rpartition(':')[2]}/healthz", timeout=5) as page,
+    ):
+        assert (client.call.add(2), page.status) == (2, 200)
 
 
 @pytest.mark.parametrize("command", ["server", "worker"])

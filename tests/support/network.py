@@ -138,6 +138,21 @@ def network(seed: int) -> Iterator[Network]:
 
 
 @contextmanager
+def only_ipv6() -> Iterator[None]:
+    """Moves this thread, and the threads and processes that it starts, into a network with the addresses ::1 and
+    fd00::1 alone; skips the test where that is not possible."""
+    commands = ("link set lo up", "address del 127.0.0.1/8 dev lo", "address add fd00::1/128 dev lo")
+    with _home():
+        try:
+            _require(_libc.unshare(_CLONE_NEWNET))
+            for command in (*commands, "-6 route add default dev lo"):
+                _ip(command)
+        except OSError as error:
+            pytest.skip(f"no network of IPv6 alone can be created here: {error}")
+        yield
+
+
+@contextmanager
 def _home() -> Iterator[None]:
     """Returns this thread to its namespace when the context ends."""
     before = _own_namespace()

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from cluster import DEADLINE_SECONDS
+from network import only_ipv6
 from trainers import Trainers, require_same_as_alone
 
 
@@ -33,6 +34,13 @@ def test_it_equals_servers_and_other_machines_bit_for_bit(trainers: Trainers, tm
     on_servers = trainers.run_on_servers(3, 2, tmp_path, **how)
     for found in (trainers.run([], 2, tmp_path, **how), trainers.run([], 2, tmp_path, machines=True, **how)):
         assert same(found[0], on_servers[0]) and same(found[1], on_servers[1])
+
+
+def test_machines_that_have_only_ipv6(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    with only_ipv6(), Trainers(2) as trainers:
+        results = trainers.run([], 2, tmp_path, batches=4, machines=True)
+    require_same_as_alone(results, 4)
 
 
 @pytest.mark.parametrize("overlap", [False, True])

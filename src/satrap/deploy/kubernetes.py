@@ -132,7 +132,7 @@ def _host(job: DeployJob, role: str, number: int | str) -> str:
 def _listen(job: DeployJob, role: str) -> list[str]:
     size: Role = getattr(job, role)
     return [
-        f"--listen=tcp://0.0.0.0:{_PORTS[role]}",
+        f"--listen=tcp://*:{_PORTS[role]}",
         f"--advertise={address(job, role, '$(POD_INDEX)')}",
         f"--keys={KEYS_FOLDER}/{KEY_FILES[role][0]}",
         f"--http=*:{HTTP_PORT}",

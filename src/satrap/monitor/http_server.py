@@ -40,7 +40,7 @@ class HttpServer:
     def __init__(
         self, host: str, ports: Sequence[int], pages: Mapping[str, Callable[[], Reply]], constant: Mapping[str, Reply]
     ) -> None:
-        """host: "" stands for all addresses.
+        """host: "" stands for all addresses, of IPv6 too if the system has it.
         ports: the first free one of these.
         pages: by their paths, functions that compute a page. One thread for each path calls them.
         constant: by their paths, answers that are always the same.
@@ -48,8 +48,7 @@ class HttpServer:
         self._pages, self._constant = pages, constant
         self._computing: dict[str, asyncio.Future[Reply]] = {}
         self._clients: dict[asyncio.Task[None], None] = {}  # the oldest first
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = _listen(host, ports, family)
+        self._listener = _listen(host, ports)
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
         self._threads = ThreadPoolExecutor(len(pages), "satrap-http-page")
@@ -172,10 +171,12 @@ class HttpServer:
             return 500, TEXT, f"{type(error).__name__}: {error}\n".encode()
 
 
-def _listen(host: str, ports: Sequence[int], family: socket.AddressFamily) -> socket.socket:
+def _listen(host: str, ports: Sequence[int]) -> socket.socket:
+    is_dual = not host and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if is_dual or ":" in host else socket.AF_INET
     for port in ports:
         try:
-            return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+            return socket.create_server((host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=is_dual)
         except OSError as error:
             if error.errno != errno.EADDRINUSE or port == ports[-1]:
                 raise

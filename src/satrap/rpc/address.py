@@ -54,9 +54,10 @@ def join_unix(path: Path) -> str:
 
 
 def resolve_host(host: str) -> str:
-    """Return the numeric address of a host, preferring IPv4 to IPv6; "*" is every address."""
+    """Return the numeric address of a host, preferring IPv4 to IPv6. "*" is every address, of IPv6 too if the system
+    has it."""
     if host == "*":
-        return "0.0.0.0"
+        return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
     try:
         results = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:

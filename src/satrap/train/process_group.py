@@ -10,6 +10,7 @@ import socket
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -245,12 +246,15 @@ def ended_trainers(addresses: Sequence[str]) -> list[int]:
 def _accepts(address: str) -> bool:
     from satrap.rpc.address import is_unix, split_address, unix_path  # which need pyzmq
 
-    family, at = (
-        (socket.AF_UNIX, str(unix_path(address))) if is_unix(address) else (socket.AF_INET, split_address(address))
-    )
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.settimeout(_ENDING_SECONDS)
-        return probe.connect_ex(at) == 0
+    with suppress(OSError):
+        if not is_unix(address):
+            socket.create_connection(split_address(address), _ENDING_SECONDS).close()
+            return True
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.settimeout(_ENDING_SECONDS)
+            probe.connect(str(unix_path(address)))
+            return True
+    return False
 
 
 def _named(ranks: Sequence[int]) -> str:

@@ -14,14 +14,15 @@ from typing import Any
 
 from satrap.config.cores import thread_count
 from satrap.config.job import Job
-from satrap.errors import RpcError
+from satrap.errors import ConfigError, RpcError
 from satrap.rpc import Keys, Service
+from satrap.rpc.address import join_address, resolve_host
 from satrap.server.protocol import ServerCalls
 from satrap.server.server import Server
 from satrap.table.engine import Slot
 from satrap.train.process_group import ProcessGroup
 
-_ANYWHERE = "192.0.2.1"  # beyond the default route: an address reserved for documents
+_ANYWHERE = ("192.0.2.1", "2001:db8::1")  # beyond the default routes: addresses reserved for documents
 
 
 class TrainerServer:
@@ -57,9 +58,10 @@ class TrainerServer:
     def serve(self, name: str, served: object, protocol: Callable[..., Any]) -> tuple[str, ...]:
         """Serve an object until the server is closed; return the addresses of those of all trainers, which call this
         together."""
-        address = f"tcp://{self._host}:0"
         if self._host is None:
             address = f"ipc://{self._folder.name}/{name}-{self._trainers.rank}"
+        else:
+            address = join_address(self._host, 0)
         self._services.append(Service(served, protocol, address, self._server_keys))
         return tuple(address.decode() for address in self._trainers.gather(self._services[-1].address.encode()))
 
@@ -79,8 +81,11 @@ def _own_address(hosts: list[bytes]) -> str:
     """Return the address from which this machine reaches another one of these, or any."""
     own = socket.gethostname()
     others = [host.decode() for host in hosts if host.decode() != own]
-    for host in (*others[:1], _ANYWHERE, own):
-        with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, 9))  # sends nothing
-            return str(probe.getsockname()[0])
+    for host in (*others[:1], *_ANYWHERE, own):
+        with suppress(OSError, ConfigError):
+            number = resolve_host(host)
+            family = socket.AF_INET6 if ":" in number else socket.AF_INET
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((number, 9))  # sends nothing
+                return str(probe.getsockname()[0])
     raise RpcError(f"{own} has no address at which other trainers can reach it: connect it to a network")

@@ -254,8 +254,9 @@ class SharedArena final : public Arena {
     }
 
     void lock() {
-        if (::flock(fd_, LOCK_EX | LOCK_NB) != 0)
-            fail("is already open, in this process or another; close that store first");
+        if (::flock(fd_, LOCK_EX | LOCK_NB) == 0) return;
+        if (errno != EWOULDBLOCK) fail(errno_text("cannot be locked") + "; put it into another file system");
+        fail("is already open, in this process or another; close that store first");
     }
 
     void map_range(std::uint64_t offset, std::size_t bytes, std::size_t reserved) {

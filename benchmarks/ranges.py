@@ -18,18 +18,6 @@ PROCESSORS = {
 """The name of a processor in the tables, by how `describe_machine` begins its name."""
 Ratio = tuple[float, float, float]
 """The median of some rounds, and the lowest and the highest."""
-_ZEN_4 = "EPYC, Zen 4"
-REPORTED: dict[tuple[str, str], Ratio] = {
-    ("train/20Mx16/adagrad/zipf/2t", _ZEN_4): (2.4, 2.1, 2.9),
-    ("train/20Mx64/adagrad/zipf/2t", _ZEN_4): (3.45, 3.45, 3.45),
-    ("train/20Mx16/rowwise/zipf/2t", _ZEN_4): (1.02, 0.87, 1.12),
-    ("train/20Mx64/rowwise/zipf/2t", _ZEN_4): (1.01, 1.01, 1.01),
-    ("train/20Mx16/rowwise/zipf/2t one thread", _ZEN_4): (0.69, 0.58, 0.79),
-    ("train/20Mx64/rowwise/zipf/2t one thread", _ZEN_4): (0.63, 0.63, 0.63),
-    ("train/20Mx16/light/fp32/adagrad/2t", _ZEN_4): (1.55, 1.55, 1.55),
-    ("train/20Mx16/light/bf16/adagrad/2t", _ZEN_4): (1.76, 1.76, 1.76),
-}
-"""Runs of the same commands without a kept record (docs/internals/log.md, 28 November 2026). A record replaces them."""
 STORE = {
     f"{rows}M x {dim}, {name}": f"train/{rows}Mx{dim}/{optimizer}/zipf/2t"
     for optimizer, name in (("adagrad", "Adagrad"), ("rowwise", "row-wise Adagrad"))
@@ -74,11 +62,12 @@ def ratios(records: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], Ratio]
 
 def table(cases: Mapping[str, str], head: str, measured: Mapping[tuple[str, str], Ratio]) -> list[str]:
     """Return the lines of a table: for each case the range of its medians, and the ratio on each processor."""
-    known, names = REPORTED | dict(measured), list(PROCESSORS.values())
+    names = list(PROCESSORS.values())
     lines = [[head, "worst to best", *names, "one thread"], ["---", *["---:"] * (len(names) + 2)]]
     for label, case in cases.items():
         threads, one_thread = (
-            {name: known[at, name] for name in names if (at, name) in known} for at in (case, f"{case} one thread")
+            {name: measured[at, name] for name in names if (at, name) in measured}
+            for at in (case, f"{case} one thread")
         )
         cells = [_spread(threads[name]) if name in threads else "" for name in names]
         lines.append([label, _range(threads.values()), *cells, _range(one_thread.values())])
@@ -116,7 +105,7 @@ def _measured() -> dict[tuple[str, str], Ratio]:
 
 def medians(case: str) -> list[float]:
     """Return the median ratio of a case on each processor on which it was measured."""
-    return [ratio[0] for (at, _), ratio in (REPORTED | _measured()).items() if at == case]
+    return [ratio[0] for (at, _), ratio in _measured().items() if at == case]
 
 
 def tables() -> list[list[str]]:

@@ -44,6 +44,11 @@ def test_a_negative_coefficient_is_refused(name: str) -> None:
         Coefficients.from_dict(DEFAULTS.to_dict() | {name: -1.0})
 
 
+def test_a_share_of_no_cores_is_refused() -> None:
+    with pytest.raises(ConfigError, match="coefficients: joint_cores is 0"):
+        Coefficients.from_dict(DEFAULTS.to_dict() | {"joint_cores": 0})
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [("{", "not JSON"), ("[]", "expected a dict"), ('{"source": "x"}', "the key 'local' is missing"), (None, "cannot")],

@@ -85,7 +85,8 @@ class Coefficients(Serializable):
             value: Any = getattr(self, field.name)
             if field.name != "source" and not isinstance(value, Cost):
                 set_field(self, field.name, check_number("coefficients", field.name, value, 0.0))
-        set_field(self, "flops_per_second", check_number("coefficients", "flops_per_second", self.flops_per_second, 1))
+        for name, lowest in (("flops_per_second", 1), ("joint_cores", 0.01)):
+            set_field(self, name, check_number("coefficients", name, getattr(self, name), lowest))
 
     @classmethod
     def _where(cls, data: Mapping[str, Any]) -> str:

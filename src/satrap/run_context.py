@@ -61,6 +61,7 @@ class RunContext(Serializable):
 
 
 _here: RunContext | None = None
+_is_trial = False
 _record_pipe: int | None = None
 _before_end: list[Callable[[], None]] = []
 
@@ -68,6 +69,17 @@ _before_end: list[Callable[[], None]] = []
 def current_context() -> RunContext | None:
     """Return this process's context; None if `satrap run` did not start it."""
     return _here
+
+
+def begin_trial() -> None:
+    """Let this process only try its script, for `satrap plan`: see `is_trial`."""
+    global _is_trial
+    _is_trial = True
+
+
+def is_trial() -> bool:
+    """Return whether the script must leave no trace: it resumes and saves no checkpoint and records nothing."""
+    return _is_trial
 
 
 def record_pipe() -> int | None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from runs import is_running, wait_until
+from runs import DEADLINE_SECONDS, is_running, wait_until
 from satrap.errors import ConfigError
 from satrap.planning import job_script
 from satrap.planning.job_script import assumptions_of, observe_script
@@ -33,6 +35,48 @@ def test_a_script_is_observed(tmp_path: Path) -> None:
     assert tables["user"]["capacity"] == 1 << 20
     assert not (tmp_path / "end").exists()
     assert assumptions_of(found, 4)[1] == "tables with a capacity become full: user"
+
+
+SAVES = """
+import sys
+import torch
+import satrap
+
+table = satrap.Table("item", dim=4)
+embeddings = satrap.Embeddings({"item": table})
+model = torch.nn.Linear(4, 1)
+optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+data = satrap.Frame({"item": list(range(640)), "label": [0.0, 1.0] * 320}, label="label", batch_size=64)
+run = satrap.Checkpoint(sys.argv[1] + "/run", model, optimizer, embeddings, data)
+resumed = run.resume()
+lines = satrap.JsonLines(sys.argv[1] + "/lines")
+progress = satrap.Progress(embeddings, [lines], every_seconds=1e-9, record=sys.argv[1])
+for batch in embeddings.stream(data):
+    loss = model(batch.embeddings).mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    progress.step(batch, loss=loss)
+    run.save(every_steps=1)
+"""
+
+
+def files_of(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_script_that_is_observed_leaves_its_folders_as_they_are(tmp_path: Path) -> None:
+    """Whether its run has ended, trains meanwhile or is still to begin."""
+    (script := tmp_path / "script.py").write_text(SAVES)
+    (ended := tmp_path / "ended").mkdir()
+    (begins := tmp_path / "begins").mkdir()
+    subprocess.run([sys.executable, str(script), str(ended)], check=True, timeout=DEADLINE_SECONDS)
+    before = files_of(ended)
+    assert any(path.name == "lines" and text for path, text in before.items()) and len(before) > 10
+    for folder in (ended, begins):
+        assert observe_script(script, [str(folder)], 4)["training"]["batch_size"] == 64
+    assert files_of(ended) == before
+    assert list(files_of(begins).values()) == [b""]  # the file of JsonLines, which is created with the object
 
 
 def test_a_script_that_fails_is_an_error_with_its_output(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ from satrap.data.inputs import Position
 from satrap.errors import CheckpointError, SatrapError
 from satrap.event_log import event
 from satrap.monitor.samples import Sample, register
-from satrap.run_context import current_context
+from satrap.run_context import current_context, is_trial
 from satrap.table.snapshot.cut import OLD_ROWS_BYTES
 from satrap.table.snapshot.directory import holds_snapshot
 from satrap.train.embeddings import Embeddings, session_of
@@ -107,7 +107,7 @@ class Checkpoint:
             )
         self._objects = {"model": unwrap(model), "optimizer": optimizer, **(extra_state or {})}
         self._session, self._data = session_of(embeddings), data.loader if isinstance(data, PrefetchedBatches) else data
-        if not folder.is_local:
+        if not folder.is_local and not is_trial():
             self._require_usable()
         self._writer = CheckpointWriter(self._directory, keep=keep, full_every=full_every, save_memory=save_memory)
         self._session.track_position(self._data)
@@ -150,6 +150,8 @@ class Checkpoint:
             _require_count("every_steps", every_steps)
         if not isinstance(wait, bool):
             raise CheckpointError(f"wait is {wait!r}; expected True or False")
+        if is_trial():
+            return False
         step = self._session.step
         if every_steps is not None and (step == 0 or step % every_steps != 0 or step == self._saved_step):
             if self._saved_step < 0 and self._session.trainers.rank == 0:
@@ -272,6 +274,8 @@ class Checkpoint:
         is refused with the differences, and everything is left unchanged. If rows cannot be read after that, the tables
         hold a part of them, and the embeddings refuse to train, evaluate or save until a resume succeeds.
         """
+        if is_trial():
+            return False
         trainers = self._session.trainers
         self._settle()
         with self._directory.chain_of(name) as chain:

@@ -22,6 +22,7 @@ from satrap.monitor.meter import Meter, require_column
 from satrap.monitor.report import Counters, own_scalars
 from satrap.monitor.sinks import LINE_SECONDS, Screen, Sink
 from satrap.monitor.training_record import TrainingRecord, open_record
+from satrap.run_context import is_trial
 from satrap.transfer import format_progress, observe_transfers, stop_observing
 
 
@@ -89,7 +90,7 @@ class Progress:
         """
         if every_seconds is not None and not every_seconds > 0:
             raise ConfigError(f"Progress: every_seconds is {every_seconds!r}; expected a number above 0")
-        self._sinks = [Screen()] if sinks is None else list(sinks)
+        self._sinks: list[Sink] = [] if is_trial() else [Screen()] if sinks is None else list(sinks)
         requested = min((getattr(sink, "every_seconds", LINE_SECONDS) for sink in self._sinks), default=LINE_SECONDS)
         self._every: float = requested if every_seconds is None else every_seconds
         self._clock, self._embeddings = clock, embeddings
@@ -98,7 +99,7 @@ class Progress:
         self._meter = Meter(now, counters=self._counters(), window=window, total_samples=total_samples)
         self._due, self._closed, self._has_warned = now + self._every, False, False
         known: Mapping[str, Any] = embeddings.settings() if isinstance(embeddings, HasSettings) else {}
-        file = open_record(record, known.get("rank", 0))
+        file = None if is_trial() else open_record(record, known.get("rank", 0))
         self._record = None
         if file is not None:
             shown = {**known, "script": hide_secrets(dict(settings or {}))}

@@ -1,7 +1,7 @@
 """Reads a job from its training script: a child process runs the script, alone, and ends before step N + 1.
 
-The child runs what the script does before that step: it reads data, creates tables in its memory, and resumes a
-checkpoint if the script does so. What a few steps cannot show is given on the command line or assumed: the requested
+The child runs what the script does before that step: it reads data and creates tables in its memory. It resumes and saves
+no checkpoint and records nothing. What a few steps cannot show is given on the command line or assumed: the requested
 rate, and the rows at the end of training of tables without a capacity.
 """
 
@@ -20,6 +20,7 @@ from typing import Any
 
 from satrap.errors import ConfigError
 from satrap.planning.workload import BACKWARD
+from satrap.run_context import begin_trial
 
 _SECONDS = 600.0
 _END_BYTES = 1 << 14
@@ -121,6 +122,7 @@ def _write_and_exit(path: Path, steps: Any) -> None:
 def _main(path: Path, num_steps: int, script: str, arguments: Sequence[str]) -> None:
     from satrap.train.step_observer import observe_steps
 
+    begin_trial()
     observe_steps(num_steps, lambda steps: _write_and_exit(path, steps))
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).absolute().parent)

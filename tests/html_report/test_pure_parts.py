@@ -24,7 +24,8 @@ from satrap.html_report.chart import (
 )
 from satrap.html_report.figures import bins
 from satrap.html_report.markup import element, escape, json_script
-from satrap.html_report.run_records import Interval, Loop, Point, Series, cuts, rates, series_of
+from satrap.html_report.run_records import Interval, Loop, Point, RunRecords, Series, cuts, rates, series_of
+from satrap.html_report.summary import warnings
 
 numbers = st.floats(-1e12, 1e12)
 points = st.lists(st.tuples(numbers, st.none() | numbers), max_size=200)
@@ -227,11 +228,30 @@ def test_each_step_counts_once(drawn: list[tuple[int, list[int]]]) -> None:
     kept, superseded = curve.points, curve.superseded
     steps = [step for step, value in kept if value is not None]
     assert steps == sorted(set(steps)), "no step is drawn twice"
+    ends = [
+        (cut - 1, float(each.launch[0]))
+        for each, cut in zip(loops, cuts(loops), strict=True)
+        if any(one.first_step < cut <= one.step for one in each.intervals)
+    ]
     assert Counter(p for p in (*kept, *superseded) if p[1] is not None) == Counter(
-        point for each in of_loops for point in each
-    )
+        point for each in [*of_loops, ends] for point in each
+    ), "an interval that was trained again in part also ends the part that counts"
     assert [p for p in kept if p in of_loops[-1]] == of_loops[-1], "the last launch counts"
     assert cuts(loops)[-1] == math.inf
+
+
+@given(st.lists(st.tuples(st.integers(1, 40), lengths), min_size=1, max_size=4))
+def test_the_number_of_steps_that_were_trained_again(drawn: list[tuple[int, list[int]]]) -> None:
+    loops = [loop(0, launch, first, steps) for launch, (first, steps) in enumerate(drawn, 1)]
+    trained = [range(first, first + sum(steps)) for first, steps in drawn]
+    again = sum(
+        1
+        for number, steps in enumerate(trained)
+        for s in steps
+        if any(s >= later[0] for later in trained[number + 1 :])
+    )
+    notes = [note for note in warnings(RunRecords(name="run", loops=loops)) if "again" in note]
+    assert notes == [] if again == 0 else f"trained {again:,} step" in notes[0]
 
 
 @given(lengths, lengths, st.integers(1, 4))

@@ -250,11 +250,27 @@ def test_numbers_that_are_not_finite_are_gaps(tmp_path: Path) -> None:
     assert text.count("M") > 1 and '"y":[0.5,0.5,null,0.5,0.5]' in text
 
 
+@pytest.mark.parametrize(("first_step", "num_earlier"), [(1, 1), (8, 0)])
+def test_a_run_that_did_not_continue_the_earlier_one_is_shown_alone(
+    tmp_path: Path, first_step: int, num_earlier: int
+) -> None:
+    later = AT + 1000
+    write(tmp_path, "run", {"kind": "run", "at": AT}, {"kind": "launch", "at": AT, "launch": 1})
+    write(tmp_path, "run", {"kind": "run", "at": later}, {"kind": "launch", "at": later, "launch": 2})
+    write(tmp_path, "trainer-0", start() | {"at": AT + 1}, *(interval(step) for step in range(1, 11)))
+    write(tmp_path, "trainer-0", start("b") | {"at": later + 1}, interval(first_step, loop="b"))
+    run = read_run(tmp_path)
+    assert (run.num_earlier, len(run.loops), tile_values(run)["Launches"]) == (
+        num_earlier, 2 - num_earlier, str(2 - num_earlier)
+    )  # fmt: skip
+    assert ("This folder has 1 earlier run, which this one did not continue" in shown(tmp_path)) == bool(num_earlier)
+
+
 def test_a_resumed_run_counts_each_step_once_in_its_curves(tmp_path: Path) -> None:
     write(tmp_path, "trainer-0", start(), *(interval(step, loss=1.0) for step in range(1, 11)))
     write(tmp_path, "trainer-0", start("b"), *(interval(step, loop="b", loss=2.0) for step in range(6, 16)))
     run = read_run(tmp_path)
-    assert "Later launches trained about 5 steps again" in warnings(run)[0]
+    assert "Later launches trained 5 steps again" in warnings(run)[0]
     data = json.loads(page(run, AT).partition('<script type="application/json">')[2].partition("</script>")[0])
     (series,) = data["series"]
     assert [(x, y) for x, y in zip(series["x"], series["y"], strict=True) if y is not None] == [

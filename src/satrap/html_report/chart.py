@@ -8,7 +8,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import groupby, pairwise
 
 from satrap.html_report.markup import Markup, element, json_script, table
 from satrap.html_report.run_records import Point, Series
@@ -183,8 +183,9 @@ def _line(points: Sequence[Point], across: "Axis", up: "Axis") -> str:
 
 def _figures(chart: LineChart) -> Markup:
     """Return the table of some points: a column for each series, or if their places differ, a row for each point."""
-    places = [[x for x, _ in curve.points] for curve in chart.series]
-    picked = [evenly(curve.points, _TABLE_ROWS) for curve in chart.series]
+    curves = [_without_gaps(curve.points) for curve in chart.series]
+    places = [[x for x, _ in points] for points in curves]
+    picked = [evenly(points, _TABLE_ROWS) for points in curves]
     names = [curve.name for curve in chart.series] if len(chart.series) > 1 else [chart.y]
     if all(xs == places[0] for xs in places):
         columns = [(number(row[0][0]), *(number(y) for _, y in row)) for row in zip(*picked, strict=True)]
@@ -193,6 +194,12 @@ def _figures(chart: LineChart) -> Markup:
         rows = [(name, number(x), number(y)) for name, some in zip(names, picked, strict=True) for x, y in some]
         figures = table(("", "step", chart.y), rows)
     return element("details", element("summary", "Figures"), figures)
+
+
+def _without_gaps(points: Sequence[Point]) -> list[Point]:
+    """Return the points without the interruptions, each of which has the place of the point after it."""
+    gaps = [y is None and x == after for (x, y), (after, _) in pairwise(points)]
+    return [point for point, is_gap in zip(points, [*gaps, False], strict=False) if not is_gap]
 
 
 def thin(points: Sequence[Point], limit: int) -> list[Point]:

@@ -57,7 +57,20 @@ def read_run(folder: Path, is_live: bool | None = None) -> RunRecords:
         run.missing += counts.missing
         if counts.damaged:
             run.damaged[f"{FOLDER}/{path.name}"] = counts.damaged
+    _leave_out_earlier(run)
     return run
+
+
+def _leave_out_earlier(run: RunRecords) -> None:
+    """Keep the records from the start of the last `satrap run` that began at the first step, with those that continued
+    it."""
+    starts = [event["at"] for event in run.events if event["kind"] == "run"]
+    for number, start in reversed(list(enumerate(starts))):
+        loops = [loop for loop in run.loops if (loop.began_at or 0.0) >= start]
+        if any(loop.intervals and loop.intervals[0].first_step <= 1 for loop in loops):
+            run.loops, run.num_earlier = loops, number
+            run.events = [event for event in run.events if event["at"] >= start]
+            return
 
 
 def _loops(rank: int, lines: Iterable[dict[str, Any]], *, keeps_tables: bool) -> list[Loop]:

@@ -117,6 +117,8 @@ class RunRecords:
     unreadable: list[str] = field(default_factory=list)
     is_live: bool | None = None
     """Whether `satrap run` runs now; None: not known."""
+    num_earlier: int = 0
+    """Number of runs in the same folder that ended before this one began at the first step; they are left out."""
 
     @property
     def intervals(self) -> list[Interval]:
@@ -175,10 +177,12 @@ def cuts(loops: Sequence[Loop]) -> list[float]:
 
 def series_of(name: str, loops: Sequence[Loop], points: Sequence[Sequence[Point]]) -> Series:
     """Return a curve of the points of each loop that count, and those that were superseded. Both are interrupted
-    between loops."""
+    between loops. The point of an interval that was superseded in part also ends the part that counts."""
     series = Series(name=name)
-    for of_loop, cut in zip(points, cuts(loops), strict=True):
+    for loop, of_loop, cut in zip(loops, points, cuts(loops), strict=True):
         counted, again = [p for p in of_loop if p[0] < cut], [p for p in of_loop if p[0] >= cut]
+        divided = {float(interval.step) for interval in loop.intervals if interval.first_step < cut <= interval.step}
+        counted += [(cut - 1, y) for x, y in again[:1] if x in divided]
         for target, part in ((series.points, counted), (series.superseded, again)):
             if part and target:
                 target.append((part[0][0], None))

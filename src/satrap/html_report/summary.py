@@ -133,11 +133,17 @@ def warnings(run: RunRecords) -> list[str]:
         steps = [step for loop in run.loops for step, value in loop.columns.get((key, ""), ()) if value is None]
         if steps:
             notes.append(f"{what} {_count(len(steps), 'interval')}, first at step {min(steps):,.0f}.")
-    superseded = zip(run.first_loops, cuts(run.first_loops), strict=True)
-    if again := sum(interval.steps for loop, cut in superseded for interval in loop.intervals if interval.step >= cut):
+    if run.num_earlier:
         notes.append(
-            f"Later launches trained about {again:,} steps again. The charts show the earlier attempts paler; totals "
-            "include them."
+            f"This folder has {_count(run.num_earlier, 'earlier run')}, which this one did not continue and the page "
+            "leaves out: give each run its own --folder."
+        )
+    superseded = zip(run.first_loops, cuts(run.first_loops), strict=True)
+    intervals = [(interval, cut) for loop, cut in superseded for interval in loop.intervals if interval.step >= cut]
+    if again := sum(interval.step + 1 - max(interval.first_step, int(cut)) for interval, cut in intervals):
+        notes.append(
+            f"Later launches trained {_count(again, 'step')} again, as far as they were recorded. The charts show the "
+            "earlier attempts paler; totals include them."
         )
     return notes
 

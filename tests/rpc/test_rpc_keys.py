@@ -202,7 +202,7 @@ def test_every_address_of_a_machine_that_has_only_ipv6() -> None:
         only_ipv6(),
         Service(Served(), Calls, "tcp://*:0", insecure=True) as service,
         Client(Calls, join_address("fd00::1", split_address(service.address)[1])) as client,
-        HttpEndpoint("*:0", lambda: [], lambda: "") as endpoint,
+        HttpEndpoint("*:0", list, str) as endpoint,
         urllib.request.urlopen(f"http://[fd00::1]:{endpoint.address.rpartition(':')[2]}/healthz", timeout=5) as page,
     ):
         assert (client.call.add(2), page.status) == (2, 200)

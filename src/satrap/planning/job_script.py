@@ -1,8 +1,8 @@
 """Reads a job from its training script: a child process runs the script, alone, and ends before step N + 1.
 
-The child runs what the script does before that step: it reads data and creates tables in its memory. It resumes and saves
-no checkpoint and records nothing. What a few steps cannot show is given on the command line or assumed: the requested
-rate, and the rows at the end of training of tables without a capacity.
+The child runs what the script does before that step: it reads data and creates tables in its memory. It resumes and
+saves no checkpoint and records nothing. What a few steps cannot show is given on the command line or assumed: the
+requested rate, and the rows at the end of training of tables without a capacity.
 """
 
 import json

@@ -92,7 +92,7 @@ BAD_INPUTS: list[tuple[Any, str]] = [
         with_(batch_size=3),
         r"offsets are int64 of shape \(9,\); expected int64 of shape \(13,\): features \* batch_size",
     ),
-    (with_(values=[1.0, 2.0]), "ids is a list; expected a uint64"),
+    (with_(values=[1.0, 2.0]), r"ids\[0\] is 1.0 \(float\); expected an integer"),
     (with_(values=GOOD.values.astype(np.int32)), "ids are int32; expected uint64"),
     (with_(values=GOOD.values.reshape(3, 3)), r"ids have the shape \(3, 3\)"),
     (with_(values=GOOD.values[:-1]), "offsets run from 0 to 9; expected 0 to the number of ids, 8"),

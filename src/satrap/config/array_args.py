@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from satrap.config.optimizers import SMALLEST_FTRL_LR, Ftrl, Optimizer
-from satrap.config.validation import LARGEST_FLOAT32, LAST_STEP, check_integer, kind_of
+from satrap.config.validation import LARGEST_FLOAT32, LAST_STEP, check_integer, describe, kind_of
 from satrap.errors import InputError
 
 _HASH_STRINGS = "satrap.data.hashing.hash_strings(ids)"
@@ -23,8 +23,8 @@ _ROUNDS_TO_0 = 2.0**-150  # half the smallest float32 above 0
 
 def as_ids(where: str, ids: object) -> NDArray[np.uint64]:
     """Return the ids as uint64 [n]; int64, or a list of integers, is taken as its bit pattern."""
-    if isinstance(ids, list | tuple) and all(type(number) is int and -(2**63) <= number < 2**64 for number in ids):
-        return np.array([number % 2**64 for number in ids], np.uint64)
+    if isinstance(ids, list | tuple):
+        return np.array([_as_id(f"{where}: ids[{place}]", number) for place, number in enumerate(ids)], np.uint64)
     array = _as_array(where, "ids", ids, "a uint64 or int64 array")
     if array.dtype not in (np.uint64, np.int64):
         advice = f"{array.dtype} cannot hold all ids: read them as integers"
@@ -38,6 +38,13 @@ def as_ids(where: str, ids: object) -> NDArray[np.uint64]:
     if array.ndim != 1:
         raise InputError(f"{where}: ids have the shape {array.shape}; expected one dimension, e.g. ids.reshape(-1)")
     return _contiguous(array).view(np.uint64)
+
+
+def _as_id(where: str, number: object) -> int:
+    if isinstance(number, bool) or not isinstance(number, int | np.integer) or not -(2**63) <= number < 2**64:
+        advice = f": make ids of strings with {_HASH_STRINGS}" if isinstance(number, str | bytes) else ""
+        raise InputError(f"{where} is {describe(number)}; expected an integer from -2**63 to 2**64 - 1{advice}")
+    return int(number) % 2**64
 
 
 def as_offsets(where: str, offsets: object, size: int, meaning: str) -> NDArray[np.int64]:
@@ -158,7 +165,7 @@ def _as_array(where: str, name: str, value: object, expected: str) -> NDArray[An
             f"on the CPU: pass a tensor as .detach(){cast}.cpu()"
         ) from error
     make = "" if written else f": convert it, e.g. with numpy.asarray({name}, dtype=numpy.{dtype})"
-    if name == "ids" and (isinstance(value, str) or _holds_strings(value)):
+    if name == "ids" and isinstance(value, str):
         make = f": make ids of strings with {_HASH_STRINGS}"
     raise InputError(f"{where}: {name} is {kind_of(value)}; expected {expected}{make}")
 
@@ -173,13 +180,11 @@ def _is_tensor(value: object) -> bool:
     return type(value).__module__.partition(".")[0] == "torch"
 
 
-def _holds_strings(ids: object) -> bool:
+def _holds_strings(ids: NDArray[Any]) -> bool:
     """Return whether the first of the ids is a string or bytes."""
-    if isinstance(ids, np.ndarray) and ids.dtype.kind in "UST":
-        return True
-    if isinstance(ids, list | tuple) or (isinstance(ids, np.ndarray) and ids.dtype.kind == "O"):
-        return isinstance(next(iter(np.ravel(ids) if isinstance(ids, np.ndarray) else ids), None), str | bytes)
-    return False
+    if ids.dtype.kind == "O":
+        return isinstance(next(iter(np.ravel(ids)), None), str | bytes)
+    return ids.dtype.kind in "UST"
 
 
 def _is_buffer(value: object) -> bool:

@@ -6,6 +6,7 @@ Everything is checked before anything is changed. What the new module would not 
 scale_grad_by_freq, hooks, a subclass, a weight that another kind of module or a penalty also uses.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -44,8 +45,9 @@ def convert(
 
     tables: the table of each module by the module's name, such as "encoder.item"; or an optimizer: then every
         nn.Embedding and nn.EmbeddingBag with at least `min_rows` rows gets a table, with the module's name, its number
-        of rows as num_rows, and initial values as its weight has: normal, of the same mean and deviation. On device
-        meta, TorchRec's collections have those of their configs.
+        of rows as num_rows, and initial values as its weight has: normal, of nearly the same mean and deviation. A job
+        that is resumed, or has several trainers, must find the same ones: call torch.manual_seed before you create the
+        model. On device meta, TorchRec's collections have those of their configs.
     min_rows: smallest number of rows of a module that gets a table, if `tables` is an optimizer.
     weights: write the modules' weights into the tables. On servers they must hold no rows of an earlier run.
     options: as in `Embeddings`.
@@ -299,7 +301,7 @@ def _large(model: torch.nn.Module, optimizer: Optimizer, min_rows: int) -> list[
         if id(module.weight) not in tables:
             initial: Normal | Uniform | None = None
             if not weight.is_meta:
-                initial = Normal(mean=float(weight.mean()), std=float(weight.std(correction=0)))
+                initial = _distribution_of(weight)
             elif (initial := initial_of(model, path)) is None:
                 raise ConfigError(
                     f"convert: module {path!r} has its weight on device meta, so its initial values are unknown: name "
@@ -316,6 +318,20 @@ def _large(model: torch.nn.Module, optimizer: Optimizer, min_rows: int) -> list[
     if not chosen:
         raise ConfigError(f"convert: the model has no nn.Embedding or nn.EmbeddingBag with {min_rows} rows or more")
     return chosen
+
+
+def _distribution_of(weight: Tensor) -> Normal:
+    """Return the normal distribution of a weight. Its numbers are as short as they can be, so that nearly always they
+    are the same in another process, which draws another weight from the same distribution."""
+    mean, std = float(weight.mean()), float(weight.std(correction=0))
+    error = min(max(0.01, 4 / math.sqrt(2 * weight.numel())), 0.05) * std
+    return Normal(mean=_shortest(mean, 2 * error), std=_shortest(std, error))
+
+
+def _shortest(number: float, error: float) -> float:
+    """Return the number with the fewest digits of those that differ by at most `error`."""
+    rounded = (float(f"{number:.{digits}e}") for digits in range(16))
+    return 0.0 if abs(number) <= error else next((near for near in rounded if abs(near - number) <= error), number)
 
 
 def _write(embeddings: Embeddings, chosen: list[_Chosen]) -> None:

@@ -194,7 +194,7 @@ def test_servers_by_hand_are_found_by_one_address(capsys: pytest.CaptureFixture[
                 worker.lookup(batch(np.arange(50)), step=2, oldest_open=1)
                 summary = summarize(reader.read(), before)
         assert summary["rows"] == 100 and summary["step"] == 2 and summary["staleness"] == {"0": 1}
-        assert [each["address"] for each in summary["processes"][:2]] == [addresses[1], addresses[0]]
+        assert [each["address"] for each in summary["processes"][:2]] == addresses
         seconds = 50 / summary["rows_per_second"]
         assert 0 < seconds < 60 and summary["steps_per_second"] == pytest.approx(1 / seconds)
         lines = as_lines(summary)
@@ -337,6 +337,27 @@ GOOD: dict[str, Any] = {
     ],
     "faults": {"count": 1, "last": [{"at": 1e9, "what": "trainer 0 \x1b[2J was\nkilled"}]},
 }  # fmt: skip
+
+
+def test_there_is_no_rate_of_steps_over_a_resume() -> None:
+    """The rows of a checkpoint come with its step."""
+    answer = {
+        "step": 0,
+        "tables": {},
+        "staleness": {},
+        "snapshots": {},
+        "moved_rows": {"in": 0},
+        "buckets": {"frozen": 0},
+    }
+    before, after = (
+        {"at": 0.0, "clock": clock, "checkpoint": None, "answers": {"a": counts | {"step": step}}}
+        for clock, step in ((1.0, 0), (2.0, 600))
+    )
+    for launch, rate in ((1, 600.0), (2, None)):
+        now = after | {"run": GOOD | {"launch": launch}}
+        assert summarize(now, before | {"run": GOOD})["steps_per_second"] == rate
+
+
 ODD: list[Any] = [None, True, -1, 2**70, 10**400, 1.5, "", "x", "ipc:///x", [], [1], {}, {"a": 1}, [{}], [None], 1e300]
 
 

@@ -173,7 +173,10 @@ def test_a_table_name_is_short_printable_text(name: Any) -> None:
             r"table 't': frozen is 'all' \(str\); expected True, False, a range .*, or the ids themselves: a list",
         ),
         (lambda: Table("t", dim=4, frozen=3), r"frozen is 3 \(int\); expected True"),
-        (lambda: Table("t", dim=4, frozen=[3, 0.5]), r"table 't', frozen: ids\[1\] is 0.5 \(float\); expected an integer"),
+        (
+            lambda: Table("t", dim=4, frozen=[3, 0.5]),
+            r"table 't', frozen: ids\[1\] is 0.5 \(float\); expected an integer",
+        ),
         (lambda: Table("t", dim=4, frozen={2**64}), r"table 't', frozen: ids\[0\] is 18446744073709551616"),
         (lambda: Table("t", dim=4, frozen=["a"]), r"table 't', frozen: ids\[0\] is 'a'.*make ids of strings with"),
         (lambda: Table("t", dim=4, frozen=np.ones(3)), r"table 't', frozen: ids are float64; expected uint64 \(or"),

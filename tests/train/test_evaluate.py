@@ -77,6 +77,14 @@ def test_a_training_stream_is_refused() -> None:
         satrap.evaluate(Sum(), stream)
 
 
+def test_a_source_instead_of_a_stream_is_refused() -> None:
+    source = satrap.Frame({"item": [1], "label": [0.0]}, label="label", batch_size=1)
+    with pytest.raises(
+        InputError, match=r"stream is a Frame; expected a stream .*embeddings\.stream\(data, train=False"
+    ):
+        satrap.evaluate(torch.nn.Identity(), source)  # type: ignore[arg-type]
+
+
 def test_a_batch_without_a_label_is_refused() -> None:
     unlabelled = [replace(each, label=None) for each in DATA]
     with pytest.raises(InputError, match="has no label"), pytest.warns(UserWarning, match="no table has a row"):

@@ -61,9 +61,10 @@ def _processes(now: Mapping[str, Any]) -> list[dict[str, Any]]:
             processes, key=lambda process: ("server worker trainer".index(process["role"]), process["number"])
         )
     unknown = {"state": None, "restarts": None, "metrics": None}
+    answers = sorted(now["answers"].items(), key=lambda item: item[1].get("number") or 0)
     servers = [
         {"role": "server", "number": answer.get("number"), "address": address, "where": answer.get("where"), **unknown}
-        for address, answer in now["answers"].items()
+        for address, answer in answers
     ]
     leases = {where for answer in now["answers"].values() for where, _ in answer.get("leases", {}).values()}
     return servers + [
@@ -112,6 +113,8 @@ def _steps_per_second(step: int | None, now: Mapping[str, Any], before: Mapping[
     steps = [] if before is None else [answer["step"] for answer in before["answers"].values() if "step" in answer]
     if step is None or before is None or not steps or now["clock"] <= before["clock"]:
         return None
+    if now["run"] is not None and before["run"] is not None and now["run"]["launch"] != before["run"]["launch"]:
+        return None  # rows of a checkpoint came with its step
     return float(max(0, step - max(steps)) / (now["clock"] - before["clock"]))
 
 

@@ -23,7 +23,7 @@ _ROUNDS_TO_0 = 2.0**-150  # half the smallest float32 above 0
 
 def as_ids(where: str, ids: object) -> NDArray[np.uint64]:
     """Return the ids as uint64 [n]; int64, or a list of integers, is taken as its bit pattern."""
-    if isinstance(ids, list | tuple):
+    if isinstance(ids, list | tuple | range):
         return np.array([_as_id(f"{where}: ids[{place}]", number) for place, number in enumerate(ids)], np.uint64)
     array = _as_array(where, "ids", ids, "a uint64 or int64 array")
     if array.dtype not in (np.uint64, np.int64):

@@ -25,9 +25,11 @@ class PathAllowlist:
     def require(self, path: str) -> None:
         """Raise ConfigError unless the path or URL is permitted."""
         if not self.permits(path):
-            known = dict.fromkeys([*self._folders, *self._urls])
+            known, location = dict.fromkeys([*self._folders, *self._urls]), Location.parse(path).absolute()
+            real = location.path if location.is_url else os.path.realpath(location.path)
+            link = "" if real == os.path.normpath(location.path) else f", which a link leads to {real!r},"
             raise ConfigError(
-                f"{path!r} is refused: expected a path below {', '.join(map(repr, known)) or 'nothing'}; allow its "
+                f"{path!r}{link} is refused: expected a path below {', '.join(map(repr, known)) or 'nothing'}; allow its "
                 f"folder or URL too with {self._flag} (of `satrap run`, or of the `satrap server` or `satrap worker` "
                 "that was started by hand)"
             )

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from satrap.config.validation import suggest
+from satrap.config.validation import kind_of, suggest
+from satrap.data.source import Source
 from satrap.errors import ConfigError, InputError
 from satrap.monitor.metrics import Evaluation, probabilities
 from satrap.train.batch import Batch
@@ -42,6 +43,11 @@ def evaluate(
         probabilities; otherwise they are the scores. Holds all samples, 5 to 9 bytes each.
     """
     own = check_metrics("evaluate", metrics)
+    if isinstance(stream, Source):
+        raise InputError(
+            f"evaluate: stream is {kind_of(stream)}; expected a stream of its batches: "
+            "embeddings.stream(data, train=False)"
+        )
     result = Evaluation(exact_samples=None) if own or group is not None else Evaluation()
     model = unwrap(model)
     with torch.no_grad():

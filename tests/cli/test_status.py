@@ -341,21 +341,14 @@ GOOD: dict[str, Any] = {
 
 def test_there_is_no_rate_of_steps_over_a_resume() -> None:
     """The rows of a checkpoint come with its step."""
-    answer = {
-        "step": 0,
-        "tables": {},
-        "staleness": {},
-        "snapshots": {},
-        "moved_rows": {"in": 0},
-        "buckets": {"frozen": 0},
-    }
+    counts = {"tables": {}, "staleness": {}, "snapshots": {}, "moved_rows": {"in": 0}, "buckets": {"frozen": 0}}
     before, after = (
-        {"at": 0.0, "clock": clock, "checkpoint": None, "answers": {"a": counts | {"step": step}}}
+        {"at": 0.0, "clock": clock, "checkpoint": None, "answers": {"a": {**counts, "step": step}}}
         for clock, step in ((1.0, 0), (2.0, 600))
     )
     for launch, rate in ((1, 600.0), (2, None)):
-        now = after | {"run": GOOD | {"launch": launch}}
-        assert summarize(now, before | {"run": GOOD})["steps_per_second"] == rate
+        now = {**after, "run": {**GOOD, "launch": launch}}
+        assert summarize(now, {**before, "run": GOOD})["steps_per_second"] == rate
 
 
 ODD: list[Any] = [None, True, -1, 2**70, 10**400, 1.5, "", "x", "ipc:///x", [], [1], {}, {"a": 1}, [{}], [None], 1e300]

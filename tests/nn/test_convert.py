@@ -57,8 +57,8 @@ def test_processes_that_draw_other_weights_declare_the_same_initial_values(std: 
     """Else a job could not be resumed, and its trainers would declare different tables."""
     for seed in range(20):
         torch.manual_seed(seed)
-        model = nn.Sequential(nn.Embedding(1000, 8, padding_idx=0))
-        nn.init.normal_(model[0].weight, std=std)
+        model = nn.Sequential(embedding := nn.Embedding(1000, 8, padding_idx=0))
+        nn.init.normal_(embedding.weight, std=std)
         with satrap.convert(model, Adagrad(lr=0.2), min_rows=20) as embeddings:
             assert embeddings.tables["0"].table.initial == Normal(std=std)
 

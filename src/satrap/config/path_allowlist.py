@@ -29,9 +29,9 @@ class PathAllowlist:
             real = location.path if location.is_url else os.path.realpath(location.path)
             link = "" if real == os.path.normpath(location.path) else f", which a link leads to {real!r},"
             raise ConfigError(
-                f"{path!r}{link} is refused: expected a path below {', '.join(map(repr, known)) or 'nothing'}; allow its "
-                f"folder or URL too with {self._flag} (of `satrap run`, or of the `satrap server` or `satrap worker` "
-                "that was started by hand)"
+                f"{path!r}{link} is refused: expected a path below {', '.join(map(repr, known)) or 'nothing'}; allow "
+                f"its folder or URL too with {self._flag} (of `satrap run`, or of the `satrap server` or `satrap "
+                "worker` that was started by hand)"
             )
 
     def require_below(self, glob: str) -> None:

@@ -76,7 +76,7 @@ def test_later_files_and_changes_replace_values() -> None:
         ("servers.on_stop=wait", r"on_stop is 'wait' \(str\); expected 'move' or 'keep'"),
         ("trainers.on_stop=keep", r"trainers: on_stop is 'keep'; only servers hold rows: remove it"),
         ("trainers.rows=1GiB", r"trainers: rows is '1GiB'; only servers hold rows: remove it"),
-        ("trainers.per_pod=2", r"count is 1, which per_pod, 2, does not divide; expected a multiple"),
+        ("trainers.per_pod=2", r"count is 1 and per_pod 2; expected a count that is a multiple of it"),
         ("trainers.grace_seconds=5", r"grace_seconds is 5; expected"),
         ("trainers.machine=3", r"machine is 3 \(int\); expected a machine type"),
         ("queue=My Queue", r"queue is 'My Queue' \(str\); expected the name of an object of Kubernetes"),

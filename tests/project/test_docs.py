@@ -26,8 +26,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -149,25 +147,9 @@ def test_every_name_of_the_package_exists(page: Path) -> None:
 # -- Python ----------------------------------------------------------------------------------------------------------
 
 
-def write_clicks(folder: Path, num: int, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    folder.mkdir(parents=True)
-    user = rng.integers(0, 50, num)
-    columns = {
-        "user_id": user,
-        "item_id": rng.integers(0, 100, num),
-        "history": [rng.integers(0, 100, rng.integers(0, 4)) for _ in range(num)],
-        "age": rng.random(num),
-        "price": rng.random(num),
-        "click": (user % 2 ^ (rng.random(num) < 0.1)).astype(np.int64),
-    }
-    pq.write_table(pa.table(columns), folder / "part.parquet")
-
-
 @contextmanager
 def clicks() -> Iterator[dict[str, str]]:
-    write_clicks(Path("clicks/train"), 20_000, seed=0)
-    write_clicks(Path("clicks/test"), 2_000, seed=1)
+    subprocess.run([sys.executable, ROOT / "examples/make_clicks.py"], check=True, timeout=300)
     yield {}
 
 

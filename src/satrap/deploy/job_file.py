@@ -143,7 +143,7 @@ class Role(Serializable):
             raise ConfigError(f"Role: on_stop is {describe(self.on_stop)}; expected 'move' or 'keep'")
         if self.count % self.per_pod:
             raise ConfigError(
-                f"Role: count is {self.count}, which per_pod, {self.per_pod}, does not divide; expected a multiple"
+                f"Role: count is {self.count} and per_pod {self.per_pod}; expected a count that is a multiple of it"
             )
         if self.memory_bytes < 2 * _MIN_SPARE:
             raise ConfigError(f"Role: memory is {self.memory!r}; expected at least 2GiB")

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import clicks
+from satrap.data.frame import Frame
 from satrap.data.iterable import IterableSource
 from satrap.errors import SourceError
 
@@ -91,3 +92,15 @@ def test_ids_in_arrays_are_those_of_lists(dtype: Any, rng: np.random.Generator) 
     assert [each.extra["n"].to_pylist() for each in found] == [[0, 1, 3, 4, 5, 7]]
     for name in ("values", "offsets", "label"):
         np.testing.assert_array_equal(getattr(found[0], name), getattr(expected[0], name))
+
+
+@pytest.mark.parametrize("shape", [(7,), (7, 3)])
+def test_masked_values_of_an_array_are_missing(shape: tuple[int, ...], rng: np.random.Generator) -> None:
+    mask = rng.random(shape) < 0.4
+    ids = np.ma.array(rng.integers(0, 99, shape), mask=mask)
+    dense = np.ma.array(rng.random(shape), mask=mask)
+    for read in (lambda columns: Frame(columns, dense="x"), lambda columns: IterableSource([columns], dense="x")):
+        (found,) = read({"a": ids, "x": dense}).batches(["a"])
+        (expected,) = read({"a": ids.tolist(), "x": dense.filled(0.0)}).batches(["a"])
+        for name in ("values", "offsets", "dense"):
+            np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))

@@ -131,7 +131,7 @@ def as_arrow(where: str, name: str, value: Any, begin: int = 0, end: int | None 
             raise SourceError(f"{where}: column {name!r} has the shape {value.shape}; expected one or two dimensions")
         part = value.iloc[begin:end] if hasattr(value, "iloc") else value[begin:end]
         if isinstance(part, np.ndarray) and part.ndim == 2:
-            flat = arrow.array(np.ascontiguousarray(part).reshape(-1))
+            flat = arrow.array(part.reshape(-1))
             return arrow.FixedSizeListArray.from_arrays(flat, part.shape[1])
         return _inferred(arrow, part)
     except (arrow.ArrowException, TypeError, ValueError, OverflowError, IndexError) as error:

@@ -351,7 +351,7 @@ def _plain_bag(where: str, column: IdColumn, value: Any) -> Bag | None:
 
 
 def _is_vector(given: object) -> bool:
-    return isinstance(given, np.ndarray) and given.ndim == 1
+    return isinstance(given, np.ndarray) and given.ndim == 1 and not isinstance(given, np.ma.MaskedArray)
 
 
 def _decode_arrow(where: str, item: Any, columns: Columns, max_bad: int) -> Chunk:

@@ -168,7 +168,7 @@ def _check_types(schema: Any, columns: Columns, where: str) -> dict[str, str]:
             ) from error
     decode(empty, 0, columns, where=where, row=str, max_bad=0)
     names = [name for column in columns.ids if not column.time for name in (column.name, *column.crossed)]
-    kinds = {name: _item_type(arrow, empty[name].type) for name in names}
+    kinds = {name: item_type(arrow, empty[name].type) for name in names}
     return {
         name: "strings" if is_text(arrow, kind) else "integers"
         for name, kind in kinds.items()
@@ -207,6 +207,7 @@ def _arrays_of(table: Any) -> dict[str, Any]:
     return out
 
 
-def _item_type(arrow: Any, kind: Any) -> Any:
+def item_type(arrow: Any, kind: Any) -> Any:
+    """Return the type of the values of a column, which may be lists of them."""
     kind = kind.value_type if arrow.types.is_dictionary(kind) else kind
-    return _item_type(arrow, kind.value_type) if is_list(arrow, kind) else kind
+    return item_type(arrow, kind.value_type) if is_list(arrow, kind) else kind

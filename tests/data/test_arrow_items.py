@@ -16,7 +16,9 @@ import pyarrow.parquet as pq
 import pytest
 
 import clicks
+from satrap.config.columns import LabelColumn
 from satrap.data.frame import Frame
+from satrap.data.hashing import hash_strings
 from satrap.data.iterable import IterableSource
 from satrap.errors import SourceError
 
@@ -64,6 +66,32 @@ def test_arrow_data_is_read_split_and_resumed(kind: str, tmp_path: Path, seed: i
     assert clicks.read(data, position=batches[1].position) == expected[64:]
     parts = [clicks.read(data, rank=rank, world_size=2) for rank in range(2)]
     assert sorted(parts[0] + parts[1]) == sorted(expected)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pl.String,
+        pl.Binary,
+        pl.Categorical,
+        pl.Enum(["a", "b", "c"]),
+        pl.List(pl.String),
+        pl.List(pl.Categorical),
+        pl.Array(pl.String, 1),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("form", ["frame", "lazy"])
+def test_strings_of_polars_are_read_in_every_type(kind: Any, form: str) -> None:
+    """Also where a row is left out."""
+    texts = ["a", "b", "c", "b"]
+    nested = kind.is_nested() if isinstance(kind, type) else isinstance(kind, pl.List | pl.Array)
+    values = [[text] for text in texts] if nested else [text.encode() for text in texts]
+    frame = pl.DataFrame({"a": pl.Series(values if nested or kind == pl.Binary else texts, dtype=kind)})
+    frame = frame.with_columns(y=pl.Series([0, 1, None, 1]))
+    data = IterableSource([frame] if form == "frame" else frame.lazy(), label=LabelColumn("y", missing="drop"))
+    (batch,) = data.batches(["a"])
+    np.testing.assert_array_equal(batch.values, hash_strings(["a", "b", "b"]))
 
 
 def test_bad_arrow_data_is_named() -> None:

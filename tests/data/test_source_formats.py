@@ -15,7 +15,7 @@ import pytest
 from xxhash import xxh64_intdigest as xxh64
 
 import clicks
-from clicks import KINDS, OPTIONS, expected, make, read, source
+from clicks import KINDS, OPTIONS, bags_of, expected, make, read, source
 from satrap.config.columns import DenseColumn, IdColumn, LabelColumn
 from satrap.config.features import Features
 from satrap.config.tables import Table
@@ -323,6 +323,21 @@ def test_pyarrow_filesystems(kind: str, tmp_path: Path, seed: int) -> None:
     assert read(source(kind, str(tmp_path / "in"), filesystem=local)) == expected_samples
     assert read(source(kind, "in", filesystem=pyarrow.fs.SubTreeFileSystem(str(tmp_path), local))) == expected_samples
     assert read(source(kind, f"file://{tmp_path}/in/*.{kind}")) == expected_samples
+
+
+@pytest.mark.parametrize("block_rows", [2, 3, 1 << 15])
+@pytest.mark.parametrize("num_values", [3, 5000])
+def test_lists_of_categories_in_several_row_groups(num_values: int, block_rows: int, tmp_path: Path) -> None:
+    """The many categories do not fit the dictionary page of their row group."""
+    block_rows *= num_values
+    texts = [[f"value {i}", f"value {num_values - i}"][: i % 3] for i in range(4 * num_values)]
+    lists = pa.array(texts, pa.list_(pa.string())).cast(pa.list_(pa.dictionary(pa.int32(), pa.string())))
+    table = pa.table({"a": lists, "n": range(len(texts))})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=num_values, dictionary_pagesize_limit=4096)
+    batches = Parquet(tmp_path, extra="n", block_rows=block_rows).batches(["a"])
+    found = [(each.extra["n"].to_pylist(), bags_of(each)[0]) for each in batches]
+    assert [bag for _, bags in found for bag in bags] == [[xxh64(text.encode()) for text in row] for row in texts]
+    assert [n for numbers, _ in found for n in numbers] == list(range(len(texts)))
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])

@@ -81,8 +81,8 @@ def _roles(columns: Columns) -> dict[str, str]:
 def _parse(file: File, chunk: TextChunk, schema: Any, roles: Mapping[str, str]) -> Any:
     """Return the rows of some lines as a table; None if there are none.
 
-    schema: None: inferred. roles: those of the columns. If the lines do not fit the schema, ids may be beyond int64, and
-    a column of "any" values has the type that these lines hold.
+    schema: None: inferred. roles: those of the columns. If the lines do not fit the schema, ids may be beyond int64,
+    and a column of "any" values has the type that these lines hold.
     """
     arrow = pyarrow_for("reading JSON")
     from pyarrow import json
@@ -136,11 +136,11 @@ def _schema_of(texts: Sequence[TextFile], columns: Columns) -> Any:
 
 
 def _refitted(arrow: Any, schema: Any, seen: Any, roles: Mapping[str, str], role: str) -> Any:
-    """Return the schema with uint64 for ids beyond int64, and with the types of columns of "any" values that some lines
-    hold.
+    """Return the schema for lines that do not fit it: with uint64 for ids beyond int64, and with the types that the
+    lines have in columns of "any" values.
 
-    seen: the inferred types of the lines, where integers beyond int64 are floats. role: "any" to read those as uint64 in
-    the columns of "any" values, too, and "seen" to read them as floats."""
+    seen: the inferred types of the lines, where integers beyond int64 are floats. role: "any" to read those as uint64
+    in the columns of "any" values, too, and "seen" to read them as floats."""
     unsigned = {arrow.int64(): arrow.uint64(), arrow.list_(arrow.int64()): arrow.list_(arrow.uint64())}
 
     def refitted(field: Any) -> Any:

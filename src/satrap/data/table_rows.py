@@ -160,7 +160,7 @@ def _check_types(schema: Any, columns: Columns, where: str) -> dict[str, str]:
         kind = schema.field(name).type
         kind = kind.storage_type if isinstance(kind, arrow.BaseExtensionType) else kind
         try:
-            empty[name] = arrow.array([], kind)
+            empty[name] = arrow.array([], _without_views(arrow, kind))
         except (arrow.ArrowException, LookupError, TypeError) as error:  # a union
             raise SourceError(
                 f"{where}: column {name!r} is of type {kind}, which cannot be read; leave the column out, or write it "
@@ -202,9 +202,24 @@ def _arrays_of(table: Any) -> dict[str, Any]:
             chunks = column.chunks
             column = concatenated(chunks) if chunks else arrow.array([], column.type)
         column = column.storage if isinstance(column, arrow.ExtensionArray) else column
-        # Arrow selects no rows of views, which polars exports.
-        out[name] = column.cast(arrow.large_string()) if arrow.types.is_string_view(column.type) else column
+        kind = _without_views(arrow, column.type)
+        out[name] = column if kind == column.type else column.cast(kind)
     return out
+
+
+def _without_views(arrow: Any, kind: Any) -> Any:
+    """Return the type with strings in place of views, which polars exports and of which Arrow selects no rows."""
+    types = arrow.types
+    if types.is_string_view(kind) or types.is_binary_view(kind):
+        return arrow.large_string() if types.is_string_view(kind) else arrow.large_binary()
+    if types.is_dictionary(kind):
+        return arrow.dictionary(kind.index_type, _without_views(arrow, kind.value_type), kind.ordered)
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        items = kind.value_field.with_type(_without_views(arrow, kind.value_type))
+        if types.is_fixed_size_list(kind):
+            return arrow.list_(items, kind.list_size)
+        return arrow.list_(items) if types.is_list(kind) else arrow.large_list(items)
+    return kind
 
 
 def item_type(arrow: Any, kind: Any) -> Any:

@@ -352,6 +352,29 @@ def test_ids_of_two_types_are_refused(kind: str, tmp_path: Path) -> None:
     assert sum(inputs.batch_size for inputs in rest.batches(["a"])) == 4
 
 
+@pytest.mark.parametrize("values", [[5, 5, "5", "5"], [None, 5, "5", "5"], [[5], [5], ["5"], ["5"]]], ids=str)
+@pytest.mark.parametrize("form", ["frame", "samples", "dicts", "arrays", "tables"])
+def test_ids_of_two_types_in_memory_are_refused(form: str, values: list[Any]) -> None:
+    """Also if they are not converted together. A declared kind decides for both types."""
+    halves = [{"a": values[:2]}, {"a": values[2:]}]
+    data: Source
+    match form:
+        case "frame":
+            data = Frame({"a": values}, block_rows=2)
+        case "samples":
+            data = IterableSource([{"a": value} for value in values], samples=True, batch_size=2)
+        case "dicts":
+            data = IterableSource(halves)
+        case "arrays":
+            data = IterableSource([{"a": np.array([5, 5])}, halves[1]])
+        case "tables":
+            data = IterableSource([pa.table(half) for half in halves])
+    with pytest.raises(SourceError, match=r"column 'a' has strings, and .* has integers; the same value would become"):
+        list(data.batches(["a"]))
+    declared = data.replace(ids={"a": IdColumn(kind="string")})
+    assert {int(value) for batch in declared.batches(["a"]) for value in batch.values} == {xxh64(b"5")}
+
+
 @pytest.mark.parametrize(
     ("column", "message"),
     [

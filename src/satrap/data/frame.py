@@ -18,7 +18,7 @@ from satrap.config.validation import describe
 from satrap.data.block import Block
 from satrap.data.inputs import Position
 from satrap.data.source import RowBlockSource
-from satrap.data.table_rows import TableDecoder, TableRows, table_blocks
+from satrap.data.table_rows import SameKinds, TableDecoder, TableRows, kinds_of, table_blocks
 from satrap.errors import ConfigError, SourceError
 
 
@@ -60,8 +60,13 @@ class Frame(RowBlockSource):
         rows = (_DatasetRows if _is_dataset(self.data) else _FrameRows)(self.data, columns)
         decoder = TableDecoder.for_schema(rows.table(0, 0).schema, columns, "the frame", self.max_bad_rows)
 
+        same = SameKinds()
+
         def read(begin: int, end: int) -> Iterator[TableRows]:
-            yield TableRows(decoder, rows.table(begin, end), begin)
+            table = rows.table(begin, end)
+            kinds = kinds_of({name: table.schema.field(name).type for name in decoder.names}, columns)
+            same.require(f"the frame, rows {begin + 1} to {end}", kinds)
+            yield TableRows(decoder, table, begin)
 
         ranges = [(begin, min(rows.n, begin + self.block_rows)) for begin in range(0, rows.n, self.block_rows)]
         return [Block(read=partial(read, *bounds), is_exact=True, num_rows=bounds[1] - bounds[0]) for bounds in ranges]

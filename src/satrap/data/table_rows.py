@@ -22,6 +22,12 @@ from satrap.data.hashing import is_text
 from satrap.errors import SourceError
 
 _INTEGER = re.compile(r"-?\d{1,18}", re.ASCII)  # fits into 64 bits
+_ONE_TYPE = "the same value would become two ids: write the column in one type"
+_ONE_WIDTH = "the rows of a batch have one width: write as many everywhere"
+
+
+Kinds = Mapping[tuple[str, str], str]
+"""What columns hold, by their names and the reason for which it has to be the same everywhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +40,8 @@ class TableDecoder:
     max_bad: int
     partition: Mapping[str, Any]
     """The required columns that come from the file's path: Arrow scalars."""
-    kinds: Mapping[str, str]
-    """Whether the values of each id column are "strings" or "integers"; a column that is all null is left out."""
+    kinds: "Kinds"
+    """What each id column and dense column holds."""
 
     @classmethod
     def for_schema(
@@ -114,7 +120,9 @@ def file_blocks(
 ) -> list[Block]:
     """Return the blocks of files; blocks_of: finds those of one file, given the columns that its path holds."""
     results = list(apply(blocks_of, files, _typed_partitions(files, columns), repeat(columns)))
-    _check_kinds(decoder for _, decoder in results)
+    same = SameKinds()
+    for _, decoder in results:
+        same.require(decoder.where, decoder.kinds)
     return [block for blocks, _ in results for block in blocks]
 
 
@@ -138,20 +146,38 @@ def _typed_partitions(files: Sequence[File], columns: Columns) -> list[dict[str,
     return [{name: typed(name, value) for name, value in partition.items()} for partition in partitions]
 
 
-def _check_kinds(decoders: Iterable[TableDecoder]) -> None:
-    """Raise if a column holds integers in one file and strings in another: the same value would become two ids."""
-    seen: dict[str, tuple[str, str]] = {}
-    for decoder in decoders:
-        for column, kind in decoder.kinds.items():
-            before, first = seen.setdefault(column, (kind, decoder.where))
+class SameKinds:
+    """Raises if a column changes between the files, the items or the ranges of rows of one source."""
+
+    def __init__(self) -> None:
+        self._first: dict[tuple[str, str], tuple[str, str]] = {}
+
+    def require(self, where: str, kinds: Kinds) -> None:
+        """Raise if one of the columns holds what it did not hold before."""
+        for (column, reason), kind in kinds.items():
+            before, first = self._first.setdefault((column, reason), (kind, where))
             if kind != before:
-                raise SourceError(
-                    f"{decoder.where}: column {column!r} has {kind}, and {first} has {before}; the same value would "
-                    "become two ids: write the column in one type"
-                )
+                raise SourceError(f"{where}: column {column!r} has {kind}, and {first} has {before}; {reason}")
 
 
-def _check_types(schema: Any, columns: Columns, where: str) -> dict[str, str]:
+def kinds_of(types: Mapping[str, Any], columns: Columns) -> Kinds:
+    """Return what the columns of these Arrow types hold; ids that are all null, or of a declared kind, are left out."""
+    arrow = pyarrow_for("reading data")
+    kinds = {}
+    for column in columns.ids:
+        if not (column.time or column.kind):
+            for name in (column.name, *column.crossed):
+                kind = item_type(arrow, types[name])
+                if not arrow.types.is_null(kind):
+                    kinds[name, _ONE_TYPE] = "strings" if is_text(arrow, kind) else "integers"
+    for dense in columns.dense:
+        kind = types[dense.name]
+        width = kind.list_size if arrow.types.is_fixed_size_list(kind) else dense.width or 1
+        kinds[dense.name, _ONE_WIDTH] = f"{width} number{'' if width == 1 else 's'} in each row"
+    return kinds
+
+
+def _check_types(schema: Any, columns: Columns, where: str) -> Kinds:
     """Return `TableDecoder.kinds`; raise if a column is missing or of a type that cannot be read."""
     columns.check_present(where, schema.names)
     arrow = pyarrow_for("reading data")
@@ -167,13 +193,7 @@ def _check_types(schema: Any, columns: Columns, where: str) -> dict[str, str]:
                 "as another type"
             ) from error
     decode(empty, 0, columns, where=where, row=str, max_bad=0)
-    names = [name for column in columns.ids if not column.time for name in (column.name, *column.crossed)]
-    kinds = {name: item_type(arrow, empty[name].type) for name in names}
-    return {
-        name: "strings" if is_text(arrow, kind) else "integers"
-        for name, kind in kinds.items()
-        if not arrow.types.is_null(kind)
-    }
+    return kinds_of({name: array.type for name, array in empty.items()}, columns)
 
 
 def _validate(array: Any) -> None:

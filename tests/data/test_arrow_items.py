@@ -9,6 +9,7 @@ from typing import Any
 
 import duckdb
 import numpy as np
+import pandas as pd
 import polars as pl
 import pyarrow as pa
 import pyarrow.dataset
@@ -85,16 +86,26 @@ def test_arrow_data_is_read_split_and_resumed(kind: str, tmp_path: Path, seed: i
 def test_strings_of_polars_are_read_in_every_type(kind: Any, form: str) -> None:
     """Also where a row is left out."""
     texts = ["a", "b", "c", "b"]
-    nested = kind.is_nested() if isinstance(kind, type) else isinstance(kind, pl.List | pl.Array)
-    values = [[text] for text in texts] if nested else [text.encode() for text in texts]
-    frame = pl.DataFrame({"a": pl.Series(values if nested or kind == pl.Binary else texts, dtype=kind)})
+    values: list[Any] = [[text] for text in texts] if str(kind).startswith(("List", "Array")) else texts
+    values = [text.encode() for text in texts] if kind == pl.Binary else values
+    frame = pl.DataFrame({"a": pl.Series(values, dtype=kind)})
     frame = frame.with_columns(y=pl.Series([0, 1, None, 1]))
     data = IterableSource([frame] if form == "frame" else frame.lazy(), label=LabelColumn("y", missing="drop"))
     (batch,) = data.batches(["a"])
     np.testing.assert_array_equal(batch.values, hash_strings(["a", "b", "b"]))
 
 
+def test_a_data_frame_may_have_any_names() -> None:
+    """TorchRec's batches are recognized by such attributes."""
+    names = ["keys", "values", "offsets", "dense_features", "sparse_features", "labels"]
+    for table in (pd.DataFrame({name: [0, 1] for name in names}), pl.DataFrame({name: [0, 1] for name in names})):
+        (batch,) = IterableSource([table], label="labels").batches(["offsets"])
+        assert np.asarray(batch.label).tolist() == batch.values.tolist() == [0, 1]
+
+
 def test_bad_arrow_data_is_named() -> None:
+    with pytest.raises(SourceError, match=r"item 0: cannot be read .*pli128"):
+        list(IterableSource([pl.DataFrame({"a": [1]}, schema={"a": pl.Int128})]).batches(["a"]))
     table = pa.table({"a": [1, 2], "y": [0.0, 7.0]})
     with pytest.raises(SourceError, match="item 1 has no column 'b'"):
         list(IterableSource([pa.table({"b": [1]}), table]).batches(["b"]))

@@ -382,8 +382,16 @@ def test_ids_of_two_types_in_memory_are_refused(form: str, values: list[Any]) ->
         (([1, 2, 3], [-3, -2, -1]), "has offsets that decrease or exceed its 3 values"),
         (([1, 2, 3], [0, 2, 1]), "has offsets that decrease"),
         (([1, 2, 3], [0, 2, 4]), "exceed its 3 values"),
+        (([1, 2, 3], [0, 1.7, 3]), r"has offsets of type float64 and shape \(3,\); expected integers, one more than"),
+        (([1, 2, 3], np.zeros(0, np.int64)), r"has offsets of type int64 and shape \(0,\); expected integers"),
+        (5, "column 'a' is an int without a length"),
+        (np.array(5), "column 'a' is a ndarray without a length"),
+        (([1, 2], np.array(5)), "column 'a' is a tuple without a length"),
+        ((i for i in range(3)), "column 'a' is a generator without a length .*; expected an array, a tensor or a list"),
     ],
 )
-def test_lists_of_a_frame_are_checked(column: Any, message: str) -> None:
-    with pytest.raises(SourceError, match=message):
-        list(Frame({"a": column}).batches(["a"]))
+def test_columns_in_memory_are_checked(column: Any, message: str) -> None:
+    for data in (Frame({"a": column}), IterableSource([{"a": column}])):
+        if not (isinstance(data, IterableSource) and isinstance(column, tuple) and len(column) == 3):  # it has weights
+            with pytest.raises(SourceError, match=message):
+                list(data.batches(["a"]))

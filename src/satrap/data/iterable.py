@@ -26,6 +26,7 @@ from satrap.config.optional_deps import pyarrow_for
 from satrap.config.validation import check_flag, describe, kind_of, set_field, suggest
 from satrap.data.block import Block, Chunk
 from satrap.data.decode import Bag, decode
+from satrap.data.file_source import errors_naming
 from satrap.data.frame import as_arrow, as_numpy, checked_offsets, column_length
 from satrap.data.inputs import Inputs, Position
 from satrap.data.source import Source
@@ -287,12 +288,12 @@ def _decode_item(where: str, item: Any, columns: Columns, max_bad: int, same: Sa
     """Return the samples of a batch, in any of the forms that `IterableSource` accepts."""
     if isinstance(item, Inputs):
         return _decode_inputs(where, item, columns)
+    if hasattr(item, "__arrow_c_stream__") or hasattr(item, "__arrow_c_array__"):
+        return _decode_arrow(where, item, columns, max_bad, same)
     if all(hasattr(item, name) for name in ("dense_features", "sparse_features", "labels")):
         item = (item.dense_features, item.sparse_features, item.labels)
     if _is_jagged(item):
         item = (None, item, None)
-    if hasattr(item, "__arrow_c_stream__") or hasattr(item, "__arrow_c_array__"):
-        return _decode_arrow(where, item, columns, max_bad, same)
     if isinstance(item, tuple) and len(item) == 3 and _is_jagged(item[1]):
         return _decode_jagged(where, item, columns)
     if isinstance(item, Mapping):
@@ -304,7 +305,7 @@ def _decode_item(where: str, item: Any, columns: Columns, max_bad: int, same: Sa
 
 
 def _is_jagged(item: Any) -> bool:
-    return all(hasattr(item, name) for name in ("keys", "values", "offsets"))
+    return all(callable(getattr(item, name, None)) for name in ("keys", "values", "offsets"))
 
 
 def _decode_dict(where: str, item: Mapping[str, Any], columns: Columns, max_bad: int, same: SameKinds) -> Chunk:
@@ -325,7 +326,7 @@ def _decode_dict(where: str, item: Mapping[str, Any], columns: Columns, max_bad:
         ids.append(column)
     resolved = replace(columns, ids=tuple(ids))
     lengths = {
-        column.name: column_length(item[column.name])
+        column.name: column_length(where, column.name, item[column.name])
         for feature, column in zip(columns.features, ids, strict=True)
         if feature in known
     }
@@ -360,7 +361,8 @@ def _is_vector(given: object) -> bool:
 
 def _decode_arrow(where: str, item: Any, columns: Columns, max_bad: int, same: SameKinds) -> Chunk:
     arrow = pyarrow_for("reading Arrow data")
-    table = arrow.table(item) if hasattr(item, "__arrow_c_stream__") else arrow.record_batch(item)
+    with errors_naming(where):
+        table = arrow.table(item) if hasattr(item, "__arrow_c_stream__") else arrow.record_batch(item)
     decoder = TableDecoder.for_schema(table.schema, columns, where, max_bad)
     same.require(where, decoder.kinds)
     return TableRows(decoder, table.select(decoder.names), 0).decode()

@@ -74,8 +74,9 @@ def _roles(columns: Columns) -> dict[str, str]:
         roles |= dict.fromkeys(column.numbers, "number or time")
         roles |= {column.weights: "number"} if column.weights else {}
         roles |= {column.name: "number"} if column.boundaries else {}
-    roles |= {column.name: "number" for column in (*columns.dense, *columns.label)}
-    return roles | {column.name: "time" for column in (*columns.ids, *columns.dense) if column.time}
+    roles |= {label.name: "number" for label in columns.label}
+    roles |= {dense.name: "time" if dense.time else "number" for dense in columns.dense}
+    return roles | {column.name: "time" for column in columns.ids if column.time}
 
 
 def _parse(file: File, chunk: TextChunk, schema: Any, roles: Mapping[str, str]) -> Any:

@@ -18,7 +18,7 @@ from satrap.data.delimited_file import TextChunk, TextFile, TextLayout
 from satrap.data.file_source import File, find_files
 from satrap.data.inputs import Position
 from satrap.data.source import FileSource
-from satrap.data.table_rows import TableDecoder, TableRows, item_type
+from satrap.data.table_rows import TableDecoder, TableRows, value_kind
 from satrap.errors import SourceError
 
 _IDS = ("id", "string", "integer")
@@ -126,7 +126,7 @@ def _schema_of(texts: Sequence[TextFile], columns: Columns) -> Any:
             fields = []
             for name in columns.required():
                 kind = _resolved(arrow, table.schema.field(name).type, roles[name])
-                if roles[name] != "any" and arrow.types.is_null(item_type(arrow, kind)):
+                if roles[name] != "any" and value_kind(arrow, kind) is None:
                     raise SourceError(
                         f"{text.file.name}: column {name!r} is null in the whole first block, so its type is unknown; "
                         "give a larger block_bytes, or declare IdColumn(kind=...)"

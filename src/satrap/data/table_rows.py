@@ -167,12 +167,11 @@ def kinds_of(types: Mapping[str, Any], columns: Columns) -> Kinds:
     for column in columns.ids:
         if not (column.time or column.kind):
             for name in (column.name, *column.crossed):
-                kind = item_type(arrow, types[name])
-                if not arrow.types.is_null(kind):
-                    kinds[name, _ONE_TYPE] = "strings" if is_text(arrow, kind) else "integers"
+                if (kind := value_kind(arrow, types[name])) is not None:
+                    kinds[name, _ONE_TYPE] = kind
     for dense in columns.dense:
-        kind = types[dense.name]
-        width = kind.list_size if arrow.types.is_fixed_size_list(kind) else dense.width or 1
+        held = types[dense.name]
+        width = held.list_size if arrow.types.is_fixed_size_list(held) else dense.width or 1
         kinds[dense.name, _ONE_WIDTH] = f"{width} number{'' if width == 1 else 's'} in each row"
     return kinds
 
@@ -242,7 +241,11 @@ def _without_views(arrow: Any, kind: Any) -> Any:
     return kind
 
 
-def item_type(arrow: Any, kind: Any) -> Any:
-    """Return the type of the values of a column, which may be lists of them."""
-    kind = kind.value_type if arrow.types.is_dictionary(kind) else kind
-    return item_type(arrow, kind.value_type) if is_list(arrow, kind) else kind
+def value_kind(arrow: Any, kind: Any) -> str | None:
+    """Return whether a column of ids, or of lists of them, has "strings" or "integers"; None: all are null."""
+    types = arrow.types
+    if types.is_integer(kind):  # first, since most are, and each item of an iterable is checked
+        return "integers"
+    if types.is_dictionary(kind) or is_list(arrow, kind):
+        return value_kind(arrow, kind.value_type)
+    return None if types.is_null(kind) else "strings" if is_text(arrow, kind) else "integers"

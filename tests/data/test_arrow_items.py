@@ -9,6 +9,7 @@ from typing import Any
 
 import duckdb
 import numpy as np
+import pandas as pd
 import polars as pl
 import pyarrow as pa
 import pyarrow.dataset
@@ -16,6 +17,9 @@ import pyarrow.parquet as pq
 import pytest
 
 import clicks
+from satrap.config.columns import LabelColumn
+from satrap.data.frame import Frame
+from satrap.data.hashing import hash_strings
 from satrap.data.iterable import IterableSource
 from satrap.errors import SourceError
 
@@ -65,7 +69,43 @@ def test_arrow_data_is_read_split_and_resumed(kind: str, tmp_path: Path, seed: i
     assert sorted(parts[0] + parts[1]) == sorted(expected)
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pl.String,
+        pl.Binary,
+        pl.Categorical,
+        pl.Enum(["a", "b", "c"]),
+        pl.List(pl.String),
+        pl.List(pl.Categorical),
+        pl.Array(pl.String, 1),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("form", ["frame", "lazy"])
+def test_strings_of_polars_are_read_in_every_type(kind: Any, form: str) -> None:
+    """Also where a row is left out."""
+    texts = ["a", "b", "c", "b"]
+    values: list[Any] = [[text] for text in texts] if str(kind).startswith(("List", "Array")) else texts
+    values = [text.encode() for text in texts] if kind == pl.Binary else values
+    frame = pl.DataFrame({"a": pl.Series(values, dtype=kind)})
+    frame = frame.with_columns(y=pl.Series([0, 1, None, 1]))
+    data = IterableSource([frame] if form == "frame" else frame.lazy(), label=LabelColumn("y", missing="drop"))
+    (batch,) = data.batches(["a"])
+    np.testing.assert_array_equal(batch.values, hash_strings(["a", "b", "b"]))
+
+
+def test_a_data_frame_may_have_any_names() -> None:
+    """TorchRec's batches are recognized by such attributes."""
+    names = ["keys", "values", "offsets", "dense_features", "sparse_features", "labels"]
+    for table in (pd.DataFrame({name: [0, 1] for name in names}), pl.DataFrame({name: [0, 1] for name in names})):
+        (batch,) = IterableSource([table], label="labels").batches(["offsets"])
+        assert np.asarray(batch.label).tolist() == batch.values.tolist() == [0, 1]
+
+
 def test_bad_arrow_data_is_named() -> None:
+    with pytest.raises(SourceError, match=r"item 0: cannot be read .*pli128"):
+        list(IterableSource([pl.DataFrame({"a": [1]}, schema={"a": pl.Int128})]).batches(["a"]))
     table = pa.table({"a": [1, 2], "y": [0.0, 7.0]})
     with pytest.raises(SourceError, match="item 1 has no column 'b'"):
         list(IterableSource([pa.table({"b": [1]}), table]).batches(["b"]))
@@ -91,3 +131,15 @@ def test_ids_in_arrays_are_those_of_lists(dtype: Any, rng: np.random.Generator) 
     assert [each.extra["n"].to_pylist() for each in found] == [[0, 1, 3, 4, 5, 7]]
     for name in ("values", "offsets", "label"):
         np.testing.assert_array_equal(getattr(found[0], name), getattr(expected[0], name))
+
+
+@pytest.mark.parametrize("shape", [(7,), (7, 3)])
+def test_masked_values_of_an_array_are_missing(shape: tuple[int, ...], rng: np.random.Generator) -> None:
+    mask = rng.random(shape) < 0.4
+    ids = np.ma.array(rng.integers(0, 99, shape), mask=mask)
+    dense = np.ma.array(rng.random(shape), mask=mask)
+    for read in (lambda columns: Frame(columns, dense="x"), lambda columns: IterableSource([columns], dense="x")):
+        (found,) = read({"a": ids, "x": dense}).batches(["a"])
+        (expected,) = read({"a": ids.tolist(), "x": dense.filled(0.0)}).batches(["a"])
+        for name in ("values", "offsets", "dense"):
+            np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))

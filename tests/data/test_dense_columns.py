@@ -138,6 +138,22 @@ def test_a_fixed_size_needs_no_width() -> None:
             assert np.asarray(inputs.dense).tolist() == [[1, 1]] * 3
 
 
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "tables", "dicts"])
+def test_lists_of_another_length_elsewhere_are_refused(kind: str, batch_size: int, tmp_path: Path) -> None:
+    tables = [pa.table({"a": [1, 2], "x": pa.array([[0.5] * n] * 2, pa.list_(pa.float64(), n))}) for n in (2, 3)]
+    if kind in ("parquet", "arrow"):
+        for i, table in enumerate(tables):
+            write_table(tmp_path / f"{i}.{kind}", table)
+        data: Source = (satrap.Parquet if kind == "parquet" else satrap.Arrow)(tmp_path, dense="x")
+    else:
+        dicts = [{"a": [1, 2], "x": np.ones((2, n))} for n in (2, 3)]
+        data = satrap.IterableSource(tables if kind == "tables" else dicts, dense="x", batch_size=batch_size)
+    message = r"1.*: column 'x' has 3 numbers in each row, and .*0.* has 2 numbers in each row; the rows of a batch"
+    with pytest.raises(satrap.SourceError, match=message):
+        list(data.replace(batch_size=batch_size).batches(["a"]))
+
+
 def test_widths_are_checked() -> None:
     with pytest.raises(satrap.ConfigError, match="dense column 'x': width is 0"):
         satrap.DenseColumn("x", width=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,7 @@ def test_ids_beyond_int64_may_come_after_smaller_ones(tmp_path: Path) -> None:
         ('{"a": 1}\n{"a": "x"}\n', {}, "a.jsonl, line 2|several types"),
         ('{"b": 1}\n', {}, "a.jsonl has no column 'a'"),
         ('{"a": null}\n', {}, "column 'a' is null in the whole first block"),
+        ('{"a": []}\n', {}, "column 'a' is null in the whole first block"),
         ('{"a": 1, "y": "no"}\n', {"label": "y"}, "column 'y' is of type string; expected numbers"),
         ('{"a": {"b": 1}}\n', {}, "column 'a' is of type struct"),
         ('{"a": 1.5}\n', {}, "a.jsonl, line 1"),
@@ -68,3 +70,42 @@ def test_bad_lines_are_named(text: str, options: Any, message: str, tmp_path: Pa
     (tmp_path / "a.jsonl").write_text('{"a": null}\n{"a": 3}\n')
     declared = JSON(tmp_path / "a.jsonl", ids={"a": IdColumn(kind="integer", missing=9)}, block_bytes=10)
     assert [batch.values.tolist() for batch in declared.batches(["a"])] == [[9, 3]]
+
+
+@pytest.mark.parametrize("size", [1, 60, 1 << 20], ids=["lines", "some blocks", "one block"])
+@pytest.mark.parametrize(
+    "values",
+    [
+        [1.5, 2.5, None, 3.5],
+        [1, 2, None, 2.5],
+        [None, None, None, 2.5],
+        [[0.5], [], [1.5, 2.0], None],
+        [[], [], [1], [2.5]],
+        [2**64 - 1, 2**64 - 2, None, 2**64 - 3],
+        [None, None, "2024-01-01", "soon"],
+        ["2024-01-01", "2024-01-02", "2024-01-03", None],
+    ],
+    ids=str,
+)
+def test_columns_that_are_passed_on_hold_what_the_lines_hold(values: list[Any], size: int, tmp_path: Path) -> None:
+    text = "".join(json.dumps({"a": i, "p": value}) + "\n" for i, value in enumerate(values))
+    (tmp_path / "a.jsonl").write_text(text)
+    batches = JSON(tmp_path / "a.jsonl", extra="p", block_bytes=size).batches(["a"])
+    assert [value for batch in batches for value in batch.extra["p"].to_pylist()] == values
+
+
+@pytest.mark.parametrize("bound", [2.0, 2])
+@pytest.mark.parametrize("values", [[1.5, 2.5, 2.0], [None, 1, 2.5], [1, 2, 2.5], [None, None, None]], ids=str)
+def test_numbers_with_fractions_select_samples(values: list[Any], bound: float, tmp_path: Path) -> None:
+    text = "".join(json.dumps({"a": i, "p": value}) + "\n" for i, value in enumerate(values))
+    (tmp_path / "a.jsonl").write_text(text)
+    batches = JSON(tmp_path / "a.jsonl", since=("p", bound), block_bytes=1).batches(["a"])
+    expected = [i for i, value in enumerate(values) if value is not None and value >= bound]
+    assert [int(i) for batch in batches for i in batch.values] == expected
+
+
+def test_times_may_stand_beside_ids(tmp_path: Path) -> None:
+    text = '{"a": [1, 2], "w": ["1970-01-02", "1970-01-01 00:00:05"]}\n'
+    (tmp_path / "a.jsonl").write_text(text)
+    (batch,) = JSON(tmp_path / "a.jsonl", ids={"a": IdColumn(numbers="w")}).batches(["a"])
+    assert batch.extra["a[w]"].to_pylist() == [[86400.0, 5.0]]

@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from satrap.config.columns import LabelColumn
 from satrap.data.arrow import Arrow
@@ -82,6 +83,30 @@ def test_a_label_outside_its_kind_is_refused_or_counted(
         batches = data.replace(max_bad_rows=1).batches(["a"])
         found = [float(label) for inputs in batches if inputs.label is not None for label in inputs.label]
         assert found == np.array(valid * 2, np.float32).tolist() and batches.skipped_rows.malformed == 1, bad
+
+
+@pytest.mark.parametrize(
+    "label",
+    [
+        np.array([[1.0], [0.0]]),
+        torch.tensor([[1], [0]]),
+        [[True], [False]],
+        [torch.tensor([1.0]), torch.tensor([0.0])],
+        [[1.0], None],
+    ],
+    ids=str,
+)
+def test_labels_may_be_lists_of_one(label: Any) -> None:
+    """PyTorch's losses take labels of the shape [batch_size, 1]."""
+    column = LabelColumn("y", missing=0)
+    for data in (
+        Frame({"a": [1, 2], "y": label}, label=column),
+        IterableSource([{"a": [1, 2], "y": label}], label=column),
+    ):
+        (batch,) = data.batches(["a"])
+        assert np.asarray(batch.label).tolist() == [1.0, 0.0]
+    with pytest.raises(SourceError, match=r"column 'y' is of type .*list.*; expected numbers"):
+        list(Frame({"a": [1, 2], "y": [[1.0], [1.0, 0.0]]}, label="y").batches(["a"]))
 
 
 def test_labels_are_binary_unless_declared() -> None:

@@ -4,10 +4,29 @@ from collections.abc import Iterator
 from typing import Any
 
 import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
 from hypothesis import given, settings
 
 from satrap.data.inputs import Position
 from satrap.data.iterable import IterableSource
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint64])
+def test_samples_may_hold_tensors(dtype: torch.dtype) -> None:
+    """A Dataset of PyTorch returns such samples."""
+    samples: list[Any] = [
+        {"a": torch.tensor(i, dtype=dtype), "b": torch.tensor([i, 7], dtype=dtype), "x": torch.tensor(i / 2)}
+        for i in range(5)
+    ]
+    plain = [{name: value.tolist() for name, value in sample.items()} for sample in samples]
+    del samples[1]["b"], plain[1]["b"]
+    options: dict[str, Any] = {"samples": True, "batch_size": 3, "dense": "x"}
+    found, expected = (list(IterableSource(items, **options).batches(["a", "b"])) for items in (samples, plain))
+    for batch, other in zip(found, expected, strict=True):
+        for name in ("values", "offsets", "dense"):
+            np.testing.assert_array_equal(getattr(batch, name), getattr(other, name))
 
 
 @given(st.lists(st.booleans(), max_size=60), st.integers(1, 9), st.sampled_from([1, 1, 2, 3]), st.booleans(), st.data())

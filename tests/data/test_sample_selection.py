@@ -176,6 +176,15 @@ def test_integers_of_any_size_are_compared_exactly(kind: pa.DataType) -> None:
             assert late == list(range(least, 5))
 
 
+@pytest.mark.parametrize("values", [[False, True, None], [0, 1, None], [0.5, 1.5, None], ["false", "true", None]])
+def test_true_divides_a_column(values: list[Any]) -> None:
+    frame = satrap.Frame({"a": [1, 2, 3], "d": values})
+    assert ids_of(frame.replace(since=("d", True))) == [2]
+    assert ids_of(frame.replace(before=("d", True))) == [1, 3]
+    with pytest.raises(SourceError, match="column 'd' of type list<item: bool> cannot be compared to True"):
+        ids_of(satrap.Frame({"a": [1], "d": [[True]]}, since=("d", True)))
+
+
 def test_a_column_of_ids_divides_the_samples(tmp_path: Path) -> None:
     """Parquet files give the strings of ids as a dictionary for each row group."""
     names = ["p", "q", None, "s", "r", "p"]

@@ -15,7 +15,7 @@ import pytest
 from xxhash import xxh64_intdigest as xxh64
 
 import clicks
-from clicks import KINDS, OPTIONS, expected, make, read, source
+from clicks import KINDS, OPTIONS, bags_of, expected, make, read, source
 from satrap.config.columns import DenseColumn, IdColumn, LabelColumn
 from satrap.config.features import Features
 from satrap.config.tables import Table
@@ -325,6 +325,21 @@ def test_pyarrow_filesystems(kind: str, tmp_path: Path, seed: int) -> None:
     assert read(source(kind, f"file://{tmp_path}/in/*.{kind}")) == expected_samples
 
 
+@pytest.mark.parametrize("block_rows", [2, 3, 1 << 15])
+@pytest.mark.parametrize("num_values", [3, 5000])
+def test_lists_of_categories_in_several_row_groups(num_values: int, block_rows: int, tmp_path: Path) -> None:
+    """The many categories do not fit the dictionary page of their row group."""
+    block_rows *= num_values
+    texts = [[f"value {i}", f"value {num_values - i}"][: i % 3] for i in range(4 * num_values)]
+    lists = pa.array(texts, pa.list_(pa.string())).cast(pa.list_(pa.dictionary(pa.int32(), pa.string())))
+    table = pa.table({"a": lists, "n": range(len(texts))})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=num_values, dictionary_pagesize_limit=4096)
+    batches = Parquet(tmp_path, extra="n", block_rows=block_rows).batches(["a"])
+    found = [(each.extra["n"].to_pylist(), bags_of(each)[0]) for each in batches]
+    assert [bag for _, bags in found for bag in bags] == [[xxh64(text.encode()) for text in row] for row in texts]
+    assert [n for numbers, _ in found for n in numbers] == list(range(len(texts)))
+
+
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
 def test_ids_of_two_types_are_refused(kind: str, tmp_path: Path) -> None:
     """The user 1701 of one file would have another row than the user "1701" of the next."""
@@ -337,6 +352,29 @@ def test_ids_of_two_types_are_refused(kind: str, tmp_path: Path) -> None:
     assert sum(inputs.batch_size for inputs in rest.batches(["a"])) == 4
 
 
+@pytest.mark.parametrize("values", [[5, 5, "5", "5"], [None, 5, "5", "5"], [[5], [5], ["5"], ["5"]]], ids=str)
+@pytest.mark.parametrize("form", ["frame", "samples", "dicts", "arrays", "tables"])
+def test_ids_of_two_types_in_memory_are_refused(form: str, values: list[Any]) -> None:
+    """Also if they are not converted together. A declared kind decides for both types."""
+    halves = [{"a": values[:2]}, {"a": values[2:]}]
+    data: Source
+    match form:
+        case "frame":
+            data = Frame({"a": values}, block_rows=2)
+        case "samples":
+            data = IterableSource([{"a": value} for value in values], samples=True, batch_size=2)
+        case "dicts":
+            data = IterableSource(halves)
+        case "arrays":
+            data = IterableSource([{"a": np.array([5, 5])}, halves[1]])
+        case "tables":
+            data = IterableSource([pa.table(half) for half in halves])
+    with pytest.raises(SourceError, match=r"column 'a' has strings, and .* has integers; the same value would become"):
+        list(data.batches(["a"]))
+    declared = data.replace(ids={"a": IdColumn(kind="string")})
+    assert {int(value) for batch in declared.batches(["a"]) for value in batch.values} == {xxh64(b"5")}
+
+
 @pytest.mark.parametrize(
     ("column", "message"),
     [
@@ -344,8 +382,16 @@ def test_ids_of_two_types_are_refused(kind: str, tmp_path: Path) -> None:
         (([1, 2, 3], [-3, -2, -1]), "has offsets that decrease or exceed its 3 values"),
         (([1, 2, 3], [0, 2, 1]), "has offsets that decrease"),
         (([1, 2, 3], [0, 2, 4]), "exceed its 3 values"),
+        (([1, 2, 3], [0, 1.7, 3]), r"has offsets of type float64 and shape \(3,\); expected integers, one more than"),
+        (([1, 2, 3], np.zeros(0, np.int64)), r"has offsets of type int64 and shape \(0,\); expected integers"),
+        (5, "column 'a' is an int without a length"),
+        (np.array(5), "column 'a' is a ndarray without a length"),
+        (([1, 2], np.array(5)), "column 'a' is a tuple without a length"),
+        ((i for i in range(3)), "column 'a' is a generator without a length .*; expected an array, a tensor or a list"),
     ],
 )
-def test_lists_of_a_frame_are_checked(column: Any, message: str) -> None:
-    with pytest.raises(SourceError, match=message):
-        list(Frame({"a": column}).batches(["a"]))
+def test_columns_in_memory_are_checked(column: Any, message: str) -> None:
+    for data in (Frame({"a": column}), IterableSource([{"a": column}])):
+        if not (isinstance(data, IterableSource) and isinstance(column, tuple) and len(column) == 3):  # it has weights
+            with pytest.raises(SourceError, match=message):
+                list(data.batches(["a"]))

@@ -329,6 +329,7 @@ def test_headers_must_exist_and_agree(tmp_path: Path) -> None:
     for content, message in (
         (b"", "it is empty; expected a header that names its columns, or give columns="),
         (b"\xff\n1\n", "its header is not utf-8 .*; give columns="),
+        (b"a,b\r1,2\r", "its header cannot be read .*; expected lines that end with LF or CR LF"),
         (b"a,a\n1,2\n", "has 2 columns 'a' .*; expected one"),
     ):
         (tmp_path / "4.csv").write_bytes(content)

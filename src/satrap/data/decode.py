@@ -288,8 +288,10 @@ class _Decoder:
         return width
 
     def label(self, column: LabelColumn, array: Any) -> NDArray[np.float32]:
-        """Return the labels, as [n]."""
-        array = self._decoded(array)
+        """Return the labels, as [n]; they may be lists of one, which PyTorch's losses take."""
+        array, compute = self._decoded(array), self.arrow.compute
+        if is_list(self.arrow, array.type) and (_numpy(compute.list_value_length(array).fill_null(1)) == 1).all():
+            array = self._decoded(compute.list_element(array, 0))
         texts = column.text_values
         if texts is None:
             if not (_is_number(self.arrow, array.type) or self.arrow.types.is_null(array.type)):

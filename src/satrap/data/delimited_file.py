@@ -154,7 +154,13 @@ class TextFile:
         if layout.quote is None or len(layout.delimiter) > 1:
             names = text.split(layout.delimiter)
         else:
-            names = next(csv.reader([text], delimiter=layout.delimiter, quotechar=layout.quote))
+            try:
+                names = next(csv.reader([text], delimiter=layout.delimiter, quotechar=layout.quote))
+            except csv.Error as error:  # a lone carriage return
+                raise SourceError(
+                    f"{self.file.name}: its header cannot be read ({error}); expected lines that end with LF or CR LF: "
+                    "convert the file, or give columns="
+                ) from error
         return [name.strip() for name in names]
 
     @contextmanager

@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 
 from satrap.config.columns import Columns
 from satrap.config.optional_deps import pyarrow_for
-from satrap.config.validation import describe
+from satrap.config.validation import describe, kind_of
 from satrap.data.block import Block
 from satrap.data.inputs import Position
 from satrap.data.source import RowBlockSource
-from satrap.data.table_rows import TableDecoder, TableRows, table_blocks
+from satrap.data.table_rows import SameKinds, TableDecoder, TableRows, kinds_of, table_blocks
 from satrap.errors import ConfigError, SourceError
 
 
@@ -60,8 +60,13 @@ class Frame(RowBlockSource):
         rows = (_DatasetRows if _is_dataset(self.data) else _FrameRows)(self.data, columns)
         decoder = TableDecoder.for_schema(rows.table(0, 0).schema, columns, "the frame", self.max_bad_rows)
 
+        same = SameKinds()
+
         def read(begin: int, end: int) -> Iterator[TableRows]:
-            yield TableRows(decoder, rows.table(begin, end), begin)
+            table = rows.table(begin, end)
+            kinds = kinds_of({name: table.schema.field(name).type for name in decoder.names}, columns)
+            same.require(f"the frame, rows {begin + 1} to {end}", kinds)
+            yield TableRows(decoder, table, begin)
 
         ranges = [(begin, min(rows.n, begin + self.block_rows)) for begin in range(0, rows.n, self.block_rows)]
         return [Block(read=partial(read, *bounds), is_exact=True, num_rows=bounds[1] - bounds[0]) for bounds in ranges]
@@ -75,7 +80,7 @@ class _FrameRows:
         columns.check_present("the frame", [str(name) for name in names])
         keys = {str(name): name for name in names}  # pandas also has numbers as column names
         self._data = {name: data[keys[name]] for name in columns.required()}
-        lengths = {name: column_length(value) for name, value in self._data.items()}
+        lengths = {name: column_length("the frame", name, value) for name, value in self._data.items()}
         if len(set(lengths.values())) != 1:
             raise SourceError(f"the frame has columns of different lengths: {lengths}; expected one length")
         self.n = next(iter(lengths.values()))
@@ -97,10 +102,16 @@ class _DatasetRows:
         return self._data[begin:end]
 
 
-def column_length(value: Any) -> int:
+def column_length(where: str, name: str, value: Any) -> int:
     """Return the number of samples of a column: an array, or (values, offsets) with one offset more than samples."""
     offsets = value[1] if isinstance(value, tuple) and len(value) > 1 else None
-    return len(value) if not isinstance(offsets, Sized) else len(offsets) - 1
+    try:
+        return len(value) if not isinstance(offsets, Sized) else len(offsets) - 1
+    except (TypeError, RuntimeError) as error:  # a tensor of tensors has no length
+        raise SourceError(
+            f"{where}: column {name!r} is {kind_of(value)} without a length ({error}); expected an array, a tensor or "
+            "a list with a value for each sample"
+        ) from error
 
 
 def as_arrow(where: str, name: str, value: Any, begin: int = 0, end: int | None = None) -> Any:
@@ -110,7 +121,7 @@ def as_arrow(where: str, name: str, value: Any, begin: int = 0, end: int | None 
     Series, or (values, offsets).
     """
     arrow = pyarrow_for("reading columns")
-    end = column_length(value) if end is None else end
+    end = column_length(where, name, value) if end is None else end
     try:
         if isinstance(value, tuple):
             if len(value) != 2:
@@ -131,7 +142,7 @@ def as_arrow(where: str, name: str, value: Any, begin: int = 0, end: int | None 
             raise SourceError(f"{where}: column {name!r} has the shape {value.shape}; expected one or two dimensions")
         part = value.iloc[begin:end] if hasattr(value, "iloc") else value[begin:end]
         if isinstance(part, np.ndarray) and part.ndim == 2:
-            flat = arrow.array(np.ascontiguousarray(part).reshape(-1))
+            flat = arrow.array(part.reshape(-1))
             return arrow.FixedSizeListArray.from_arrays(flat, part.shape[1])
         return _inferred(arrow, part)
     except (arrow.ArrowException, TypeError, ValueError, OverflowError, IndexError) as error:
@@ -145,11 +156,17 @@ def as_arrow(where: str, name: str, value: Any, begin: int = 0, end: int | None 
 
 def checked_offsets(where: str, name: str, offsets: Any, num_values: int) -> NDArray[np.int64]:
     """Return the offsets of a column; raise if they fall, or leave its values."""
-    bounds = np.asarray(offsets, np.int64)
+    given = np.asarray(offsets)
+    if given.ndim != 1 or len(given) == 0 or given.dtype.kind not in "iu":
+        raise SourceError(
+            f"{where}: column {name!r} has offsets of type {given.dtype} and shape {given.shape}; expected integers, "
+            "one more than samples"
+        )
+    bounds = given.astype(np.int64)
     if bounds[0] < 0 or np.any(bounds[1:] < bounds[:-1]) or bounds[-1] > num_values:
         raise SourceError(
             f"{where}: column {name!r} has offsets that decrease or exceed its {num_values} values; expected them to "
-            "rise from 0 to that number"
+            "rise within those"
         )
     return bounds
 
@@ -160,13 +177,19 @@ def _inferred(arrow: Any, values: Any) -> Any:
     except OverflowError:  # integers beyond int64, perhaps in lists
         lists = any(isinstance(value, Sequence | np.ndarray) for value in values)
         return arrow.array(values, arrow.list_(arrow.uint64()) if lists else arrow.uint64())
+    except arrow.ArrowException:
+        if not any(map(_is_tensor, values)):
+            raise
+        return _inferred(arrow, [as_numpy(value)[()] if _is_tensor(value) else value for value in values])
 
 
 def as_numpy(value: Any) -> Any:
     """Return a torch tensor as a NumPy array, without importing torch; return anything else unchanged."""
-    if hasattr(value, "detach") and hasattr(value, "cpu"):
-        return value.detach().cpu().numpy()
-    return value
+    return value.detach().cpu().numpy() if _is_tensor(value) else value
+
+
+def _is_tensor(value: Any) -> bool:
+    return hasattr(value, "detach") and hasattr(value, "cpu")
 
 
 def _is_frame(data: Any) -> bool:

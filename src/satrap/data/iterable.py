@@ -26,10 +26,11 @@ from satrap.config.optional_deps import pyarrow_for
 from satrap.config.validation import check_flag, describe, kind_of, set_field, suggest
 from satrap.data.block import Block, Chunk
 from satrap.data.decode import Bag, decode
+from satrap.data.file_source import errors_naming
 from satrap.data.frame import as_arrow, as_numpy, checked_offsets, column_length
 from satrap.data.inputs import Inputs, Position
 from satrap.data.source import Source
-from satrap.data.table_rows import TableDecoder, TableRows
+from satrap.data.table_rows import SameKinds, TableDecoder, TableRows, kinds_of
 from satrap.errors import ConfigError, InputError, SourceError
 
 _CHUNK_SAMPLES = 4096  # the most that are converted together where each item is a sample
@@ -146,6 +147,7 @@ class _ItemReader:
         """position: where the first epoch continues."""
         self._source, self._columns, self._position = source, columns, position
         self._has_names = False  # whether samples have had all keys
+        self._same = SameKinds()
 
     def read(self) -> Iterator[Chunk]:
         source, position = self._source, self._position or Position(0, 0, 0)
@@ -177,7 +179,7 @@ class _ItemReader:
                 taken, offsets = [item for item, _ in pairs], [after for _, after in pairs]
                 offset = offsets[-1]
             self._require_names(before, taken)
-            chunk = _decode_samples(before, taken, self._columns, source.max_bad_rows)
+            chunk = _decode_samples(before, taken, self._columns, source.max_bad_rows, self._same)
             numbers = partial(_sample_numbers, chunk.rows, len(chunk), before, offsets)
             before += len(taken)
             num_kept += len(chunk)
@@ -199,7 +201,7 @@ class _ItemReader:
                 item, offset = _unpack_pair(number, item)
             chunk = self._kept(number, item)
             if chunk is None:
-                chunk = decode_item(f"item {number}", item, self._columns, self._source.max_bad_rows)
+                chunk = _decode_item(f"item {number}", item, self._columns, self._source.max_bad_rows, self._same)
             if self._source.batch_size is not None:  # it is kept while the next item is generated
                 chunk = replace(chunk, samples=chunk.decoded(), ready_batch=None)
             first = _number_of(offset) if self._source.offsets else number << 32
@@ -275,26 +277,27 @@ def _sample_numbers(
     return np.array([_number_of(offsets[row]) for row in kept.tolist()], np.uint64)
 
 
-def _decode_samples(before: int, items: list[Any], columns: Columns, max_bad: int) -> Chunk:
+def _decode_samples(before: int, items: list[Any], columns: Columns, max_bad: int, same: SameKinds) -> Chunk:
     where = f"items from {before} on"
     arrays = {name: as_arrow(where, name, [item.get(name) for item in items]) for name in columns.required()}
+    same.require(where, kinds_of({name: array.type for name, array in arrays.items()}, columns))
     return decode(arrays, len(items), columns, where=where, row=lambda i: f"item {before + i}", max_bad=max_bad)
 
 
-def decode_item(where: str, item: Any, columns: Columns, max_bad: int = 0) -> Chunk:
+def _decode_item(where: str, item: Any, columns: Columns, max_bad: int, same: SameKinds) -> Chunk:
     """Return the samples of a batch, in any of the forms that `IterableSource` accepts."""
     if isinstance(item, Inputs):
         return _decode_inputs(where, item, columns)
+    if hasattr(item, "__arrow_c_stream__") or hasattr(item, "__arrow_c_array__"):
+        return _decode_arrow(where, item, columns, max_bad, same)
     if all(hasattr(item, name) for name in ("dense_features", "sparse_features", "labels")):
         item = (item.dense_features, item.sparse_features, item.labels)
     if _is_jagged(item):
         item = (None, item, None)
-    if hasattr(item, "__arrow_c_stream__") or hasattr(item, "__arrow_c_array__"):
-        return _decode_arrow(where, item, columns, max_bad)
     if isinstance(item, tuple) and len(item) == 3 and _is_jagged(item[1]):
         return _decode_jagged(where, item, columns)
     if isinstance(item, Mapping):
-        return _decode_dict(where, item, columns, max_bad)
+        return _decode_dict(where, item, columns, max_bad, same)
     raise SourceError(
         f"{where} is {kind_of(item)}; expected a dict of columns, Arrow data, an Inputs, or (dense, KeyedJaggedTensor, "
         "label); pass a dict of columns to satrap.Frame"
@@ -302,10 +305,10 @@ def decode_item(where: str, item: Any, columns: Columns, max_bad: int = 0) -> Ch
 
 
 def _is_jagged(item: Any) -> bool:
-    return all(hasattr(item, name) for name in ("keys", "values", "offsets"))
+    return all(callable(getattr(item, name, None)) for name in ("keys", "values", "offsets"))
 
 
-def _decode_dict(where: str, item: Mapping[str, Any], columns: Columns, max_bad: int) -> Chunk:
+def _decode_dict(where: str, item: Mapping[str, Any], columns: Columns, max_bad: int, same: SameKinds) -> Chunk:
     columns.check_present(where, list(item))
     ids, arrays, known = [], {}, {}
     for feature, column in zip(columns.features, columns.ids, strict=True):
@@ -323,7 +326,7 @@ def _decode_dict(where: str, item: Mapping[str, Any], columns: Columns, max_bad:
         ids.append(column)
     resolved = replace(columns, ids=tuple(ids))
     lengths = {
-        column.name: column_length(item[column.name])
+        column.name: column_length(where, column.name, item[column.name])
         for feature, column in zip(columns.features, ids, strict=True)
         if feature in known
     }
@@ -334,6 +337,8 @@ def _decode_dict(where: str, item: Mapping[str, Any], columns: Columns, max_bad:
     if len(set(lengths.values())) > 1:
         raise SourceError(f"{where} has columns of different lengths: {lengths}; expected one length")
     n = next(iter(lengths.values()))
+    types = dict.fromkeys(lengths, pyarrow_for("reading columns").int64())  # those of ids that need no Arrow
+    same.require(where, kinds_of(types | {name: array.type for name, array in arrays.items()}, columns))
     return decode(arrays, n, resolved, where=where, row=lambda i: f"{where}, sample {i}", max_bad=max_bad, known=known)
 
 
@@ -351,13 +356,15 @@ def _plain_bag(where: str, column: IdColumn, value: Any) -> Bag | None:
 
 
 def _is_vector(given: object) -> bool:
-    return isinstance(given, np.ndarray) and given.ndim == 1
+    return isinstance(given, np.ndarray) and given.ndim == 1 and not isinstance(given, np.ma.MaskedArray)
 
 
-def _decode_arrow(where: str, item: Any, columns: Columns, max_bad: int) -> Chunk:
+def _decode_arrow(where: str, item: Any, columns: Columns, max_bad: int, same: SameKinds) -> Chunk:
     arrow = pyarrow_for("reading Arrow data")
-    table = arrow.table(item) if hasattr(item, "__arrow_c_stream__") else arrow.record_batch(item)
+    with errors_naming(where):
+        table = arrow.table(item) if hasattr(item, "__arrow_c_stream__") else arrow.record_batch(item)
     decoder = TableDecoder.for_schema(table.schema, columns, where, max_bad)
+    same.require(where, decoder.kinds)
     return TableRows(decoder, table.select(decoder.names), 0).decode()
 
 

@@ -4,7 +4,7 @@ A file is split into ranges of bytes at its newlines, as a CSV is. JSON has no d
 of the first file hold for all files, so that a value has the same id everywhere.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
@@ -18,8 +18,10 @@ from satrap.data.delimited_file import TextChunk, TextFile, TextLayout
 from satrap.data.file_source import File, find_files
 from satrap.data.inputs import Position
 from satrap.data.source import FileSource
-from satrap.data.table_rows import TableDecoder, TableRows
+from satrap.data.table_rows import TableDecoder, TableRows, value_kind
 from satrap.errors import SourceError
+
+_IDS = ("id", "string", "integer")
 
 
 @dataclass(frozen=True)
@@ -48,11 +50,11 @@ class JSON(FileSource):
         return [block for text in texts for block in self._blocks_of(text, schema, columns)]
 
     def _blocks_of(self, text: TextFile, schema: Any, columns: Columns) -> list[Block]:
-        ids = {name for column in columns.ids for name in (column.name, *column.crossed)} - set(columns.extra)
+        roles = _roles(columns)
 
         def read(*byte_range: int) -> Iterator[TableRows]:
             for chunk in [text.chunk(*byte_range)] if byte_range else text.chunks():
-                if (table := _parse(text.file, chunk, schema, ids)) is not None:
+                if (table := _parse(text.file, chunk, schema, roles)) is not None:
                     where = f"{text.file.name}, from {f'byte {byte_range[0]}' if byte_range else 'its start'}"
                     decoder = TableDecoder.for_schema(table.schema, columns, where, self.max_bad_rows)
                     yield TableRows(decoder, table, 0)
@@ -62,10 +64,26 @@ class JSON(FileSource):
         return [Block(read=partial(read, *byte_range)) for byte_range in text.ranges()]
 
 
-def _parse(file: File, chunk: TextChunk, schema: Any, ids: Collection[str] = ()) -> Any:
+def _roles(columns: Columns) -> dict[str, str]:
+    """Return for each required column what its values are: the kind of an id ("id": of any kind), a "number", a "number
+    or time", a "time", or "any" of a column that is only passed on or selects samples."""
+    roles = dict.fromkeys(columns.extra, "any")
+    for column in columns.ids:
+        roles |= dict.fromkeys(column.crossed, "id") | {column.name: column.kind or "id"}
+    for column in columns.ids:
+        roles |= dict.fromkeys(column.numbers, "number or time")
+        roles |= {column.weights: "number"} if column.weights else {}
+        roles |= {column.name: "number"} if column.boundaries else {}
+    roles |= {label.name: "number" for label in columns.label}
+    roles |= {dense.name: "time" if dense.time else "number" for dense in columns.dense}
+    return roles | {column.name: "time" for column in columns.ids if column.time}
+
+
+def _parse(file: File, chunk: TextChunk, schema: Any, roles: Mapping[str, str]) -> Any:
     """Return the rows of some lines as a table; None if there are none.
 
-    schema: None: inferred. ids: columns whose integers may be beyond int64, even if the first block's are not.
+    schema: None: inferred. roles: those of the columns. If the lines do not fit the schema, ids may be beyond int64,
+    and a column of "any" values has the type that these lines hold.
     """
     arrow = pyarrow_for("reading JSON")
     from pyarrow import json
@@ -82,9 +100,12 @@ def _parse(file: File, chunk: TextChunk, schema: Any, ids: Collection[str] = ())
     try:
         return parse(chunk.text)
     except arrow.ArrowException as error:
-        if ids:
+        if schema is not None:
             with suppress(arrow.ArrowException):
-                return parse(chunk.text, _with_unsigned(arrow, schema, parse(chunk.text, None).schema, ids))
+                seen = parse(chunk.text, None).schema
+                with suppress(arrow.ArrowException):
+                    return parse(chunk.text, _refitted(arrow, schema, seen, roles, "any"))
+                return parse(chunk.text, _refitted(arrow, schema, seen, roles, "seen"))
         for number, line in enumerate(bytes(chunk.text).splitlines()):
             try:
                 if line.strip():
@@ -96,56 +117,54 @@ def _parse(file: File, chunk: TextChunk, schema: Any, ids: Collection[str] = ())
 
 def _schema_of(texts: Sequence[TextFile], columns: Columns) -> Any:
     """Return the types of the required columns, from the first block that has rows; None: there is none."""
-    arrow = pyarrow_for("reading JSON")
+    arrow, roles = pyarrow_for("reading JSON"), _roles(columns)
     for text in texts:
         for chunk in text.chunks() if text.is_stream else (text.chunk(*bounds) for bounds in text.ranges()):
-            if (table := _parse(text.file, chunk, None)) is None:
+            if (table := _parse(text.file, chunk, None, roles)) is None:
                 continue
             columns.check_present(text.file.name, table.schema.names)
-            numbers = {column.name for column in columns.dense} | {label.name for label in columns.label}
-            numbers |= {column.weights for column in columns.ids if column.weights}
-            numbers |= {column.name for column in columns.ids if column.boundaries}
-            numbers |= {name for column in columns.ids for name in column.numbers}
-            times = {column.name for column in columns.ids if column.time} | {
-                column.name for column in columns.dense if column.time
-            }
-            kinds = {column.name: column.kind for column in columns.ids}
             fields = []
             for name in columns.required():
-                kind = table.schema.field(name).type
-                kind = kind if name in times else _resolved(arrow, kind, name in numbers, kinds.get(name))
-                if arrow.types.is_null(kind):
+                kind = _resolved(arrow, table.schema.field(name).type, roles[name])
+                if roles[name] != "any" and value_kind(arrow, kind) is None:
                     raise SourceError(
                         f"{text.file.name}: column {name!r} is null in the whole first block, so its type is unknown; "
                         "give a larger block_bytes, or declare IdColumn(kind=...)"
                     )
                 fields.append((name, kind))
-            return arrow.schema(fields)
+            return _parse(text.file, chunk, arrow.schema(fields), roles).schema
     return None
 
 
-def _with_unsigned(arrow: Any, schema: Any, seen: Any, names: Collection[str]) -> Any:
-    """Return the schema with uint64 for the named columns that hold integers beyond int64.
+def _refitted(arrow: Any, schema: Any, seen: Any, roles: Mapping[str, str], role: str) -> Any:
+    """Return the schema for lines that do not fit it: with uint64 for ids beyond int64, and with the types that the
+    lines have in columns of "any" values.
 
-    seen: the inferred types, where such a column is of floats."""
+    seen: the inferred types of the lines, where integers beyond int64 are floats. role: "any" to read those as uint64
+    in the columns of "any" values, too, and "seen" to read them as floats."""
     unsigned = {arrow.int64(): arrow.uint64(), arrow.list_(arrow.int64()): arrow.list_(arrow.uint64())}
-    wide = {
-        name
-        for name in names
-        if name in seen.names and _resolved(arrow, seen.field(name).type, False, None) in unsigned.values()
-    }
-    return arrow.schema([(f.name, unsigned.get(f.type, f.type) if f.name in wide else f.type) for f in schema])
+
+    def refitted(field: Any) -> Any:
+        if field.name not in seen.names:
+            return field.type
+        if roles[field.name] == "any":
+            return _resolved(arrow, seen.field(field.name).type, role)
+        is_wide = _resolved(arrow, seen.field(field.name).type, "id") in unsigned.values()
+        return unsigned.get(field.type, field.type) if is_wide and roles[field.name] in _IDS else field.type
+
+    return arrow.schema([(field.name, refitted(field)) for field in schema])
 
 
-def _resolved(arrow: Any, kind: Any, is_number: bool, declared: str | None) -> Any:
+def _resolved(arrow: Any, kind: Any, role: str) -> Any:
     """Return the type that holds every value of a column of which some have this type."""
     types = arrow.types
     if types.is_list(kind):
-        return arrow.list_(_resolved(arrow, kind.value_type, is_number, declared))
-    if types.is_null(kind) and (is_number or declared):
-        return arrow.float64() if is_number else arrow.string() if declared == "string" else arrow.int64()
-    if types.is_integer(kind) and is_number:
+        return arrow.list_(_resolved(arrow, kind.value_type, role))
+    if role.startswith("number") and (types.is_null(kind) or types.is_integer(kind)):
         return arrow.float64()
-    if types.is_floating(kind) and not is_number and declared is None:
-        return arrow.uint64()  # what does not fit into int64; a fraction is refused
-    return arrow.string() if types.is_timestamp(kind) else kind  # a text that looks like a time
+    if types.is_null(kind):
+        return {"string": arrow.string(), "integer": arrow.int64()}.get(role, kind)
+    if types.is_floating(kind) and role in ("id", "any"):
+        return arrow.uint64()  # what does not fit into int64; a fraction does not fit this type
+    is_time = types.is_timestamp(kind) and not role.endswith("time")
+    return arrow.string() if is_time else kind  # a text that looks like a time

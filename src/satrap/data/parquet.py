@@ -13,6 +13,7 @@ from typing import Any
 from satrap.config.columns import Columns
 from satrap.config.optional_deps import pyarrow_for
 from satrap.data.block import Block
+from satrap.data.decode import is_list
 from satrap.data.file_source import File, find_files
 from satrap.data.hashing import is_text
 from satrap.data.inputs import Position
@@ -99,11 +100,21 @@ class _RowGroups:
                 buffer_size=max(_LEAST_BUFFER_BYTES, _BUFFER_BYTES // max(1, len(names))) if is_large else 0,
             )
             before, groups = self.before, range(self.first, self.end)
-            for batch in parquet.iter_batches(self.block_rows, groups, names, use_threads=False):
-                yield TableRows(self.decoder, batch, before)
-                before += batch.num_rows
+            # Arrow cannot join lists of categories of several row groups.
+            together = [[group] for group in groups] if _lists_categories(parquet.schema_arrow, names) else [groups]
+            for numbers in together:
+                for batch in parquet.iter_batches(self.block_rows, numbers, names, use_threads=False):
+                    yield TableRows(self.decoder, batch, before)
+                    before += batch.num_rows
             if before != self.before + self.num_rows:
                 raise SourceError(
                     f"{self.file.name}, {part}: {before - self.before} rows were found, and the footer counts "
                     f"{self.num_rows}; the file is damaged: write it again"
                 )
+
+
+def _lists_categories(schema: Any, names: Sequence[str]) -> bool:
+    """Return whether one of the columns holds lists of dictionary-encoded values."""
+    arrow = pyarrow_for("reading Parquet")
+    kinds = [schema.field(name).type for name in names]
+    return any(is_list(arrow, kind) and arrow.types.is_dictionary(kind.value_type) for kind in kinds)

@@ -136,20 +136,23 @@ def _is_since(bound: Bound, values: Any) -> NDArray[np.bool_]:
     """Return which values are at least the bound. A missing value is not; text is compared as numbers to a number."""
     arrow = pyarrow_for("reading data")
     name, least = bound
+    kind, is_number = values.type, isinstance(least, int | float) and not isinstance(least, bool)
+    if arrow.types.is_null(kind):
+        return np.zeros(len(values), np.bool_)
     try:
-        values = values.dictionary_decode() if arrow.types.is_dictionary(values.type) else values
-        if arrow.types.is_integer(values.type) and isinstance(least, int | float):  # exactly, of any size
+        values = values.dictionary_decode() if arrow.types.is_dictionary(kind) else values
+        if arrow.types.is_integer(values.type) and is_number:  # exactly, of any size
             numbers: NDArray[Any] = values.fill_null(0).to_numpy(zero_copy_only=False)
             is_since: NDArray[np.bool_] = (numbers >= least) & np.asarray(values.is_valid())
             return is_since
-        if isinstance(least, int | float):
+        if is_number:
             values = values.cast(arrow.float64())
         else:
             least = arrow.scalar(least).cast(values.type)
         since = arrow.compute.greater_equal(values, least).fill_null(False)
     except arrow.ArrowException as error:
         raise SourceError(
-            f"column {name!r} of type {values.type} cannot be compared to {bound[1]!r} ({error}); give a value of the "
+            f"column {name!r} of type {kind} cannot be compared to {bound[1]!r} ({error}); give a value of the "
             "column's type"
         ) from error
     return np.asarray(since.to_numpy(zero_copy_only=False))

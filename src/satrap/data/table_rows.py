@@ -22,6 +22,12 @@ from satrap.data.hashing import is_text
 from satrap.errors import SourceError
 
 _INTEGER = re.compile(r"-?\d{1,18}", re.ASCII)  # fits into 64 bits
+_ONE_TYPE = "the same value would become two ids: write the column in one type"
+_ONE_WIDTH = "the rows of a batch have one width: write as many everywhere"
+
+
+Kinds = Mapping[tuple[str, str], str]
+"""What columns hold, by their names and the reason for which it has to be the same everywhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +40,8 @@ class TableDecoder:
     max_bad: int
     partition: Mapping[str, Any]
     """The required columns that come from the file's path: Arrow scalars."""
-    kinds: Mapping[str, str]
-    """Whether the values of each id column are "strings" or "integers"; a column that is all null is left out."""
+    kinds: "Kinds"
+    """What each id column and dense column holds."""
 
     @classmethod
     def for_schema(
@@ -114,7 +120,9 @@ def file_blocks(
 ) -> list[Block]:
     """Return the blocks of files; blocks_of: finds those of one file, given the columns that its path holds."""
     results = list(apply(blocks_of, files, _typed_partitions(files, columns), repeat(columns)))
-    _check_kinds(decoder for _, decoder in results)
+    same = SameKinds()
+    for _, decoder in results:
+        same.require(decoder.where, decoder.kinds)
     return [block for blocks, _ in results for block in blocks]
 
 
@@ -138,20 +146,37 @@ def _typed_partitions(files: Sequence[File], columns: Columns) -> list[dict[str,
     return [{name: typed(name, value) for name, value in partition.items()} for partition in partitions]
 
 
-def _check_kinds(decoders: Iterable[TableDecoder]) -> None:
-    """Raise if a column holds integers in one file and strings in another: the same value would become two ids."""
-    seen: dict[str, tuple[str, str]] = {}
-    for decoder in decoders:
-        for column, kind in decoder.kinds.items():
-            before, first = seen.setdefault(column, (kind, decoder.where))
+class SameKinds:
+    """Raises if a column changes between the files, the items or the ranges of rows of one source."""
+
+    def __init__(self) -> None:
+        self._first: dict[tuple[str, str], tuple[str, str]] = {}
+
+    def require(self, where: str, kinds: Kinds) -> None:
+        """Raise if one of the columns holds what it did not hold before."""
+        for (column, reason), kind in kinds.items():
+            before, first = self._first.setdefault((column, reason), (kind, where))
             if kind != before:
-                raise SourceError(
-                    f"{decoder.where}: column {column!r} has {kind}, and {first} has {before}; the same value would "
-                    "become two ids: write the column in one type"
-                )
+                raise SourceError(f"{where}: column {column!r} has {kind}, and {first} has {before}; {reason}")
 
 
-def _check_types(schema: Any, columns: Columns, where: str) -> dict[str, str]:
+def kinds_of(types: Mapping[str, Any], columns: Columns) -> Kinds:
+    """Return what the columns of these Arrow types hold; ids that are all null, or of a declared kind, are left out."""
+    arrow = pyarrow_for("reading data")
+    kinds = {}
+    for column in columns.ids:
+        if not (column.time or column.kind):
+            for name in (column.name, *column.crossed):
+                if (kind := value_kind(arrow, types[name])) is not None:
+                    kinds[name, _ONE_TYPE] = kind
+    for dense in columns.dense:
+        held = types[dense.name]
+        width = held.list_size if arrow.types.is_fixed_size_list(held) else dense.width or 1
+        kinds[dense.name, _ONE_WIDTH] = f"{width} number{'' if width == 1 else 's'} in each row"
+    return kinds
+
+
+def _check_types(schema: Any, columns: Columns, where: str) -> Kinds:
     """Return `TableDecoder.kinds`; raise if a column is missing or of a type that cannot be read."""
     columns.check_present(where, schema.names)
     arrow = pyarrow_for("reading data")
@@ -160,20 +185,14 @@ def _check_types(schema: Any, columns: Columns, where: str) -> dict[str, str]:
         kind = schema.field(name).type
         kind = kind.storage_type if isinstance(kind, arrow.BaseExtensionType) else kind
         try:
-            empty[name] = arrow.array([], kind)
+            empty[name] = arrow.array([], _without_views(arrow, kind))
         except (arrow.ArrowException, LookupError, TypeError) as error:  # a union
             raise SourceError(
                 f"{where}: column {name!r} is of type {kind}, which cannot be read; leave the column out, or write it "
                 "as another type"
             ) from error
     decode(empty, 0, columns, where=where, row=str, max_bad=0)
-    names = [name for column in columns.ids if not column.time for name in (column.name, *column.crossed)]
-    kinds = {name: _item_type(arrow, empty[name].type) for name in names}
-    return {
-        name: "strings" if is_text(arrow, kind) else "integers"
-        for name, kind in kinds.items()
-        if not arrow.types.is_null(kind)
-    }
+    return kinds_of({name: array.type for name, array in empty.items()}, columns)
 
 
 def _validate(array: Any) -> None:
@@ -202,11 +221,31 @@ def _arrays_of(table: Any) -> dict[str, Any]:
             chunks = column.chunks
             column = concatenated(chunks) if chunks else arrow.array([], column.type)
         column = column.storage if isinstance(column, arrow.ExtensionArray) else column
-        # Arrow selects no rows of views, which polars exports.
-        out[name] = column.cast(arrow.large_string()) if arrow.types.is_string_view(column.type) else column
+        kind = _without_views(arrow, column.type)
+        out[name] = column if kind == column.type else column.cast(kind)
     return out
 
 
-def _item_type(arrow: Any, kind: Any) -> Any:
-    kind = kind.value_type if arrow.types.is_dictionary(kind) else kind
-    return _item_type(arrow, kind.value_type) if is_list(arrow, kind) else kind
+def _without_views(arrow: Any, kind: Any) -> Any:
+    """Return the type with strings in place of views, which polars exports and of which Arrow selects no rows."""
+    types = arrow.types
+    if types.is_string_view(kind) or types.is_binary_view(kind):
+        return arrow.large_string() if types.is_string_view(kind) else arrow.large_binary()
+    if types.is_dictionary(kind):
+        return arrow.dictionary(kind.index_type, _without_views(arrow, kind.value_type), kind.ordered)
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        items = kind.value_field.with_type(_without_views(arrow, kind.value_type))
+        if types.is_fixed_size_list(kind):
+            return arrow.list_(items, kind.list_size)
+        return arrow.list_(items) if types.is_list(kind) else arrow.large_list(items)
+    return kind
+
+
+def value_kind(arrow: Any, kind: Any) -> str | None:
+    """Return whether a column of ids, or of lists of them, has "strings" or "integers"; None: all are null."""
+    types = arrow.types
+    if types.is_integer(kind):  # first, since most are, and each item of an iterable is checked
+        return "integers"
+    if types.is_dictionary(kind) or is_list(arrow, kind):
+        return value_kind(arrow, kind.value_type)
+    return None if types.is_null(kind) else "strings" if is_text(arrow, kind) else "integers"

@@ -83,7 +83,7 @@ def test_fixed_size_bytes() -> None:
         (lambda: hash_strings(object()), "found object .*; expected a column of strings"),
         (lambda: hash_strings(["a", 1]), "found list .*; expected a column of strings"),
         (lambda: hash_integers(np.array([1.0])), "ids are float64"),
-        (lambda: hash_integers([1.0]), "ids is a list"),
+        (lambda: hash_integers([1.0]), r"ids\[0\] is 1.0 \(float\); expected an integer"),
         (lambda: _core.hash_texts(np.empty(0, np.int32), np.empty(0, np.uint8)), "offsets are empty"),
         (lambda: _core.hash_texts(np.array([0, 2], np.int32), np.zeros(1, np.uint8)), "offsets must rise within the 1"),
         (lambda: _core.hash_texts(np.array([1, 0], np.int64), np.zeros(1, np.uint8)), "offsets must rise"),

@@ -110,7 +110,7 @@ def column_length(where: str, name: str, value: Any) -> int:
     except (TypeError, RuntimeError) as error:  # a tensor of tensors has no length
         raise SourceError(
             f"{where}: column {name!r} is {kind_of(value)} without a length ({error}); expected an array, a tensor or "
-            "a list with a value for each sample"
+            "a list with a value for each sample, or single samples of satrap.IterableSource(samples=True)"
         ) from error
 
 

@@ -232,10 +232,15 @@ def test_a_script_in_the_style_of_the_formatter(
     assert run(tmp_path, ruff, "format", "--diff", *isolated) == ""
 
 
-def test_the_command_that_is_shown_converts_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("bad_rows", [0, 1])
+def test_the_command_that_is_shown_converts_times(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], bad_rows: int
+) -> None:
     times = pa.array(np.arange(3000) * 7000, pa.int64()).cast(pa.timestamp("s"))
     path = write(tmp_path, "tsv", clicks().append_column("at", times))
-    assert main(["train", str(path), "--script", str(tmp_path / "text.py")]) == 0
+    path.write_text(path.read_text() + "1\tonly two\n" * bad_rows)
+    script = str(tmp_path / "text.py")
+    assert main(["train", str(path), "--script", script, "--max-bad-rows", str(bad_rows)]) == 0
     shown = re.search(r"on the hour and the weekday of at, .*\n python (-c .*)\)\n", capsys.readouterr().out)
     assert shown is not None
     run(tmp_path, sys.executable, *shlex.split(shown[1]))

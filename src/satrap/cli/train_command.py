@@ -119,7 +119,8 @@ def train_model(options: argparse.Namespace) -> Iterator[str]:
 def _to_parquet(file: str, source: FileSource) -> str:
     """Return a command that converts a text file."""
     delimiter = source.delimiter if isinstance(source, CSV) else ","
-    read = f"csv.read_csv({file!r}, parse_options=csv.ParseOptions(delimiter={delimiter!r}))"
+    skip = ", invalid_row_handler=lambda row: 'skip'" if source.max_bad_rows else ""
+    read = f"csv.read_csv({file!r}, parse_options=csv.ParseOptions(delimiter={delimiter!r}{skip}))"
     return f'python -c "from pyarrow import csv, parquet; parquet.write_table({read}, {file + ".parquet"!r})"'
 
 

@@ -209,6 +209,23 @@ def test_a_written_row_starts_as_a_new_one(optimizer: Any, dtype: Any) -> None:
     assert [each.tobytes() for each in looked.read(ids)] == [each.tobytes() for each in written.read(ids)]
 
 
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda each: type(each).__name__)
+def test_a_state_that_is_accepted_never_makes_a_row_nan(optimizer: Any, rng: np.random.Generator) -> None:
+    store = Store(Table("t", dim=2, optimizer=optimizer))
+    for column in range(store.state_dim):
+        state = np.abs(rng.normal(size=(1, store.state_dim))).astype(np.float32)
+        state[0, column] *= -1
+        try:
+            store.write([1], np.ones((1, 2), np.float32), state)
+        except InputError:
+            continue
+        _, ticket = store.lookup_for_update([1])
+        store.update(ticket, np.full((1, 2), 1e-3, np.float32))
+        assert np.isfinite(store.read([1]).values).all()
+        mean_at = {"SGD": 2, "Adam": 2, "AdamW": 2, "Ftrl": 2}[type(optimizer).__name__]
+        assert column < mean_at, "sums of squares and counts of steps are refused"
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_16_bits_round_to_the_nearest(dtype: Any, rng: np.random.Generator) -> None:
     store = Store(Table("t", dim=64, dtype=dtype))
@@ -260,6 +277,7 @@ ONES = np.ones((2, 3), np.float32)
         (([1, 2], ONES.astype(np.float64)), "values are float64 of shape (2, 3); expected float32"),
         (([1, 2], np.array([[1, 1, 1], [1, np.nan, 1]], np.float32)), "values[1] holds nan; expected finite"),
         (([1, 2], ONES, ONES[:1]), "state are float32 of shape (1, 3); expected float32 of shape (2, 3)"),
+        (([1, 2], ONES, ONES * -5), "state[0] holds -5.0; expected at least 0 in the sums of squares and counts of"),
         (([1, 2], ONES, ONES * np.inf), "state[0] holds inf; expected finite numbers"),
     ],
 )

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from satrap import _core
 from satrap.config import array_args
-from satrap.config.optimizers import Adagrad, Ftrl, RowWiseAdagrad
+from satrap.config.optimizers import SGD, Adagrad, Ftrl, RowWiseAdagrad
 from satrap.config.tables import MinCount, Table
 from satrap.errors import CapacityError, InputError
 
@@ -39,7 +39,27 @@ def as_rows(table: Table, state_dim: int, ids: ArrayLike, values: ArrayLike, sta
     stored_values(table, value_array)
     if state is None:
         return WrittenRows(id_array, value_array, None)
-    return WrittenRows(id_array, value_array, array_args.as_values(where, "state", state, (len(id_array), state_dim)))
+    state_array = array_args.as_values(where, "state", state, (len(id_array), state_dim))
+    _require_state(table, state_array)
+    return WrittenRows(id_array, value_array, state_array)
+
+
+def _require_state(table: Table, state: NDArray[np.float32]) -> None:
+    """Raise InputError if a sum of squares or a count of steps is negative: the next update would make the row NaN."""
+    match table.optimizer:
+        case SGD():
+            return
+        case Adagrad() | RowWiseAdagrad():
+            first = 0
+        case _:
+            first = table.dim  # after Adam's mean of the gradients, or Ftrl's z
+    if (negative := state[:, first:] < 0).any():
+        line = int(np.argwhere(negative)[0][0])
+        value = state[line, first:][negative[line]][0]
+        raise InputError(
+            f"table {table.name!r}: state[{line}] holds {value}; expected at least 0 in the sums of squares and counts "
+            f"of steps of {type(table.optimizer).__name__}: pass the state that `read` returned, or none"
+        )
 
 
 def stored_values(table: Table, values: NDArray[np.float32]) -> NDArray[Any]:

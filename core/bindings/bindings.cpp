@@ -173,6 +173,11 @@ Array<std::uint64_t> export_removed(Engine& engine, std::size_t t, std::uint32_t
     return as_array(engine, without_gil([&] { return engine.export_removed(t, first, last, since); }));
 }
 
+Array<std::uint64_t> rows_with(Engine& engine, std::size_t t, const Ids& ids) {
+    checked_table(engine, t);
+    return as_array(engine, without_gil([&] { return engine.rows_with(t, {ids.data(), ids.size()}); }));
+}
+
 using Values = nb::ndarray<nb::ro, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 void import_rows(Engine& engine, std::size_t t, const Ids& ids, const Words& steps, const Values& values,
@@ -267,6 +272,8 @@ void bind_saving(nb::class_<Engine>& engine) {
         .def("cut_figures", &cut_figures, nb::sig("def cut_figures(self) -> dict[str, typing.Any]"))
         .def(
             "removed_since", [](Engine& e, std::size_t t) { return e.removed_since(checked_table(e, t)); }, "table"_a)
+        .def("rows_with", &rows_with, "table"_a, "ids"_a,
+             "Returns how many rows each bucket of this engine would have with rows of these ids, each given once.")
         .def(
             "import_rows", &import_rows, "table"_a, "id"_a, "step"_a, "values"_a, "state"_a, WithoutGil(),
             nb::sig("def import_rows(self, table: int, id: NDArray[numpy.uint64], step: NDArray[numpy.uint32], values: "

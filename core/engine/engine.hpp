@@ -196,6 +196,8 @@ class Engine {
     void end_cut(std::size_t t);
     CutFigures cut_figures() { return cut_memory_.figures(); }
 
+    // Returns how many rows each bucket that this engine owns would have with rows of these ids, each given once.
+    std::vector<std::uint64_t> rows_with(std::size_t t, std::span<const std::uint64_t> ids);
     void import_rows(std::size_t t, std::size_t n, const std::uint64_t* ids, const std::uint32_t* steps,
                      const std::byte* values, const float* state);
     // The same for rows on a device: returns their places, whose values the caller writes. If one has no room, nothing

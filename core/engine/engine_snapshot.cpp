@@ -64,6 +64,25 @@ std::uint32_t Engine::removed_since(std::size_t t) {
     return oldest;
 }
 
+std::vector<std::uint64_t> Engine::rows_with(std::size_t t, std::span<const std::uint64_t> ids) {
+    Table& table = this->table(t);
+    const auto places_lock = directory_.lock();
+    std::vector<std::uint64_t> counts(table.config().num_buckets);
+    for (std::uint32_t b = 0; b < counts.size(); ++b) {
+        if (!ownership_.owns(t, b)) continue;
+        Bucket& bucket = table.bucket(b);
+        std::lock_guard lock(bucket.mutex);
+        bucket.sweep(table.expire_before(), table.ledger().version.load());
+        counts[b] = bucket.rows.size();
+    }
+    for (std::uint64_t id : ids) {
+        const std::uint32_t b = table.bucket_number(id);
+        std::lock_guard lock(table.bucket(b).mutex);
+        counts[b] += table.bucket(b).rows.find(id, mix64(id)) == kNoSlot;
+    }
+    return counts;
+}
+
 void Engine::import_rows(std::size_t t, std::size_t n, const std::uint64_t* ids, const std::uint32_t* steps,
                          const std::byte* values, const float* state) {
     Table& table = this->table(t);

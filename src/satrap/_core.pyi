@@ -175,6 +175,11 @@ class Engine:
 
     def removed_since(self, table: int) -> int: ...
 
+    def rows_with(self, table: int, ids: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C')]:
+        """
+        Returns how many rows each bucket of this engine would have with rows of these ids, each given once.
+        """
+
     def import_rows(self, table: int, id: NDArray[numpy.uint64], step: NDArray[numpy.uint32], values: NDArray[Any], state: NDArray[numpy.float32]) -> None: ...
 
     def import_removed(self, table: int, ids: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> None: ...

@@ -212,6 +212,12 @@ def test_scripts_of_all_kinds_of_columns_run(table: pa.Table, suffix: str, optio
     assert max(map(len, script.splitlines())) <= 80
 
 
+def test_the_index_of_pandas_is_ignored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    clicks(300).to_pandas().to_csv(tmp_path / "clicks.csv")
+    assert main(["train", str(tmp_path / "clicks.csv"), "--script", str(tmp_path / "train.py")]) == 0
+    assert "ignored" in capsys.readouterr().out.splitlines()[1]
+
+
 def test_a_second_file_is_the_test(tmp_path: Path) -> None:
     write(tmp_path, "csv", clicks())
     write(tmp_path, "csv", clicks(500, seed=1), "later")

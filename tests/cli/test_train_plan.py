@@ -3,6 +3,7 @@
 import datetime
 import random
 from collections.abc import Callable
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from satrap.cli.train_plan import ColumnPlan, Overrides, PlannedColumn, plan_columns
-from satrap.data.column_profile import profile_column, reveals_label, value_at
+from satrap.data.column_profile import labels_of, profile_column, reveals_label, value_at
 from satrap.errors import ConfigError, InputError
 
 NUM_ROWS = 400
@@ -104,6 +105,30 @@ def test_floats_that_are_whole_are_ids_of_integers() -> None:
     assert feature.option == 'kind="integer"'
 
 
+def test_floats_beyond_2_53_are_no_ids() -> None:
+    """The next float is 2 or more away, so several ids have become one; a source refuses them."""
+    columns: dict[str, list[Any]] = {"y": [0, 1] * 50, "text": ["a", "b"] * 50}
+    columns |= {"user_id": [2.0**53 + 2 * (i % 20) for i in range(100)], "huge": [1e300 * i for i in range(100)]}
+    plan = plan_of(columns)
+    assert (planned(plan, "user_id").use, planned(plan, "user_id").features) == ("number", ())
+    assert "lost digits" in planned(plan, "user_id").why
+    assert planned(plan, "huge").use == "ignored"
+
+
+@pytest.mark.parametrize(("digits", "use"), [(0, "id"), (2, "number")])
+def test_decimals_without_a_fraction_are_ids(digits: int, use: str) -> None:
+    numbers = pa.array([Decimal(2**63 + i % 20) for i in range(100)], pa.decimal128(30, digits))
+    arrays = {"y": pa.array([0, 1] * 50), "text": pa.array(["a", "b"] * 50), "user_id": numbers}
+    plan = plan_columns([profile_column(n, a, is_typed=True) for n, a in arrays.items()], Overrides())
+    assert planned(plan, "user_id").use == use
+
+
+@pytest.mark.parametrize("name", ["a\nb", "x" * 300])
+def test_a_column_that_cannot_name_a_feature_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"feature: name is .* rename the column, or leave it out with --ignore"):
+        plan_of({"y": [0, 1] * 50, "text": ["a", "b"] * 50, name: ["a", "b"] * 50})
+
+
 def test_lists_are_bags() -> None:
     plan = plan_of({"y": [0, 1] * 20, "tags": [["a", "b"], ["a"]] * 20, "items": [[1, 2], []] * 20})
     assert [(each.name, each.is_bag) for each in plan.features] == [("tags", True), ("items", True)]
@@ -112,6 +137,15 @@ def test_lists_are_bags() -> None:
 def test_a_name_of_a_feature_that_is_taken_gets_another() -> None:
     columns: dict[str, list[Any]] = {"y": [0, 1] * 100, "age": [i % 5 for i in range(200)], "age_id": ["a", "b"] * 100}
     assert [feature.name for feature in plan_of(columns).features] == ["age_id_", "age_id"]
+
+
+@pytest.mark.parametrize("kind", [pa.binary(), pa.binary(3), pa.binary_view()])
+def test_labels_of_bytes(kind: Any) -> None:
+    labels = pa.array([b"no!", b"yes"] * 20, kind)
+    arrays = {"x": pa.array(["a", "b", "c", "d"] * 10), "y": labels}
+    plan = plan_columns([profile_column(n, a, is_typed=True) for n, a in arrays.items()], Overrides())
+    assert plan.label.values == {"no!": 0.0, "yes": 1.0}
+    assert labels_of(labels, plan.label.values, is_typed=True).tolist() == [False, True] * 20
 
 
 @pytest.mark.parametrize(
@@ -158,12 +192,13 @@ def test_labels_that_cannot_be_used(columns: dict[str, Any], overrides: dict[str
         ({"ids": ("text",), "ignore": ("text",)}, "'text' is named by --ids and by --ignore"),
         ({"numbers": ("text",)}, "--numbers: column 'text' holds .*; expected numbers"),
         ({"ids": ("time",)}, "--ids: column 'time' is of kind 'time'"),
+        ({"ids": ("real",)}, "--ids: column 'real' is of kind 'real'"),
         ({"split_by": "none"}, "--test-after: there is no column 'none'"),
     ],
 )
 def test_overrides_that_do_not_fit(overrides: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        plan_of(frame(1, ["text", "time", "count"], 0.0), **overrides)
+        plan_of(frame(1, ["text", "time", "count", "real"], 0.0), **overrides)
 
 
 @given(seed=st.integers(0, 2**32), is_typed=st.booleans())
@@ -180,6 +215,15 @@ def test_columns_that_tell_the_label_are_found_and_others_are_not(seed: int, is_
     arrays = {name: pa.array(values if is_typed else values.astype(str)) for name, values in columns.items()}
     found = {name for name, array in arrays.items() if reveals_label(array, labels, is_typed=is_typed)}
     assert found == {"same", "text", "amount"}
+
+
+def test_no_column_tells_a_label_of_one_value() -> None:
+    assert not reveals_label(pa.array(["a", "b"] * 50), np.zeros(100, np.bool_), is_typed=True)
+
+
+def test_bytes_that_are_no_text_are_ids() -> None:
+    column = profile_column("uuid", pa.array([b"\xff\x00" + bytes([i % 9]) for i in range(99)]), is_typed=True)
+    assert (column.kind, column.num_distinct) == ("text", 9)
 
 
 @given(st.lists(st.integers(-1000, 1000), min_size=1), st.floats(0, 0.99))

@@ -2,6 +2,7 @@
 
 import bz2
 import gzip
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,38 @@ def test_integers_may_be_hashed_or_read_as_texts() -> None:
         ("f", IdColumn(kind="integer"), [[i % 2**64] for i in ids]),
     ):
         assert clicks.bags_of(only_batch(Frame(frame, ids={name: column}), [name])) == [expected_samples]
+
+
+@pytest.mark.parametrize("decimal", [pa.decimal64(18), pa.decimal128(20), pa.decimal256(60)], ids=str)
+def test_decimals_without_a_fraction_are_ids_of_integers(decimal: Any) -> None:
+    """Databases export large integers so."""
+    large = 10 if decimal == pa.decimal64(18) else 2**63
+    ids = [0, 7, -3, None, large, large - 1]
+    numbers = pa.array([None if i is None else Decimal(i) for i in ids], decimal)
+    lists = pa.ListArray.from_arrays(pa.array([0, 2, 6, 6, 6, 6, 6]), numbers)
+    columns = {"f": IdColumn("f"), "hashed": IdColumn("f", hash=True), "text": IdColumn("f", kind="string")}
+    columns |= {"list": IdColumn("list"), "crossed": IdColumn("f", crossed=("other",))}
+    other = pa.array(range(6))
+    as_decimals = Frame({"f": numbers, "list": lists, "other": other}, ids=columns)
+    array = np.array([0 if i is None else i % 2**64 for i in ids], np.uint64)
+    as_integers = Frame({"f": pa.array(array, mask=np.array([i is None for i in ids])), "other": other}, ids=columns)
+    names = ["f", "hashed", "crossed"]
+    assert clicks.bags_of(only_batch(as_decimals, names)) == clicks.bags_of(only_batch(as_integers, names))
+    assert clicks.bags_of(only_batch(as_decimals, ["list"])) == [
+        [[0, 7], [2**64 - 3, large, large - 1], [], [], [], []]
+    ]
+    texts = [[] if i is None else [xxh64(str(i).encode())] for i in ids]
+    assert clicks.bags_of(only_batch(as_decimals, ["text"])) == [texts]
+
+
+@pytest.mark.parametrize(("number", "is_list"), [(2**64, False), (-(2**63) - 1, False), (2**64, True)])
+def test_decimals_beyond_64_bits_are_malformed(number: int, is_list: bool) -> None:
+    column = pa.array([Decimal(1), Decimal(number)], pa.decimal128(25))
+    given = pa.ListArray.from_arrays(pa.array([0, 1, 2]), column) if is_list else column
+    with pytest.raises(SourceError, match=r"row 2: column 'f' holds .*; expected a whole number of 64 bits"):
+        only_batch(Frame({"f": given}), ["f"])
+    with pytest.raises(SourceError, match="expected integers or strings for ids"):
+        only_batch(Frame({"f": pa.array([Decimal("1.5")])}), ["f"])
 
 
 @pytest.mark.parametrize("kind", ["csv", "frame"])

@@ -110,7 +110,19 @@ def broken(tmp_path: Path) -> dict[str, tuple[str, dict[str, Any]]]:
     uneven = pa.array([[1.0], [1.0, 2.0]], pa.list_(pa.float32()))
     pq.write_table(pa.table({"id": [1, 2], "vector": uneven, "x": [0.5, 1.5]}), tmp_path / "uneven.parquet")
     pq.write_table(pa.table({"id": [1, None], "vector": [[1.0], [2.0]]}), tmp_path / "missing.parquet")
+    pq.write_table(pa.table({"id": [1, 2], "vector": [0.5, 1.5]}), tmp_path / "numbers.parquet")
+    twice = pa.Table.from_arrays([pa.array([1]), pa.array([1]), pa.array([[0.5]])], ["id", "id", "vector"])
+    pq.write_table(twice, tmp_path / "double.parquet")
+    torch.save({"rows": torch.zeros(3, 2)}, tmp_path / "rows.pt")
+    (tmp_path / "rows.csv").write_text("id,vector\n1,2\n")
+    (tmp_path / "damaged.npy").write_bytes(b"no array")
     return {
+        "nope.npy: there is no such file; expected a .npy file of ids": ("rows.npy", {"ids": tmp_path / "nope.npy"}),
+        "damaged.npy: cannot be read": ("rows.npy", {"ids": tmp_path / "damaged.npy"}),
+        "column 'vector' is double; expected lists of floats": ("numbers.parquet", {}),
+        "has several columns 'id'; expected one": ("double.parquet", {}),
+        "rows.pt is not a Parquet file; expected a .npy, .safetensors or Parquet file": ("rows.pt", {}),
+        "rows.csv is not a Parquet file": ("rows.csv", {}),
         "there is no such file": ("none.npy", {}),
         "found int64 of shape (3, 2); expected floats": ("ints.npy", {}),
         "found uint16 of shape (3, 2); expected floats": ("halves.npy", {}),
@@ -125,6 +137,12 @@ def broken(tmp_path: Path) -> dict[str, tuple[str, dict[str, Any]]]:
         "expected lists of floats of one length": ("uneven.parquet", {}),
         "rows 1 to 2: an id or a vector is missing": ("missing.parquet", {}),
     }
+
+
+def test_numbers_beyond_float32_are_infinite(tmp_path: Path) -> None:
+    """`write` refuses them with their row; read_vectors does not warn."""
+    pq.write_table(pa.table({"id": [1, 2], "vector": [[1e300], [0.5]]}), tmp_path / "a.parquet")
+    assert joined(tmp_path / "a.parquet")[1].tolist() == [[np.inf], [0.5]]
 
 
 def test_bad_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -213,6 +213,24 @@ def test_what_would_be_different_is_refused(
     assert dict(model.named_modules(remove_duplicate=False)) == before
 
 
+@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+def test_a_weight_that_is_not_finite_is_refused(number: float, weights: bool) -> None:
+    model = Model()
+    with torch.no_grad():
+        model.small.weight[2, 1] = number
+    with pytest.raises(ConfigError, match="the weight of module 'small' holds NaN or infinity"):
+        satrap.convert(model, Adagrad(), weights=weights)
+    assert not names(model)
+
+
+def test_a_name_that_no_table_can_have_is_refused() -> None:
+    model = nn.Module()
+    model.add_module("a\nb", nn.Embedding(3, 2))
+    with pytest.raises(ConfigError, match=r"convert: module 'a\\nb' cannot have a table by its name.*satrap\.Table"):
+        satrap.convert(model, Adagrad())
+
+
 def test_the_model_itself_is_no_part_of_a_model() -> None:
     with pytest.raises(ConfigError, match="the model itself is an embedding"):
         satrap.convert(nn.Embedding(2, 2), Adagrad())

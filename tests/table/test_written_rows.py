@@ -112,6 +112,40 @@ def test_a_late_duplicate_of_a_write_does_not_undo_later_ones() -> None:
         assert (table.read(ids).values == 4).all()
 
 
+@pytest.mark.parametrize("where", ["process", "device", "servers"])
+def test_a_write_without_room_changes_nothing(where: str, seed: int, rng: np.random.Generator) -> None:
+    """The capacity that the error names has room, although hashing does not fill the buckets equally."""
+    declared = one_table(capacity=64, num_buckets=8)
+    ids = rng.choice(10_000, 64, replace=False).astype(np.uint64)
+    with ExitStack() as stack:
+        if where == "servers":
+            services = stack.enter_context(running_servers(2))
+            worker = stack.enter_context(sharded_worker(declared, [service.address for service in services]))
+        else:
+            worker = local_worker(declared) if where == "process" else device_worker(declared, "cpu")
+        table = worker.tables["t"]
+        table.write(ids[:8], np.ones((8, 2), np.float32))
+        before = all_rows(table)
+        with pytest.raises(CapacityError, match=r"bucket \d of 8 would have .* or use on_full='grow'") as refused:
+            table.write(ids, np.full((64, 2), 5, np.float32))
+        assert all_rows(table) == before
+        table.check()
+    capacity = re.search(r"capacity to at least (\d+) with num_buckets=8", str(refused.value))
+    assert capacity is not None
+    larger = Store(Table("t", dim=2, capacity=int(capacity[1]), num_buckets=8))
+    larger.write(ids, np.ones((64, 2), np.float32))
+    assert len(larger) == 64
+
+
+def test_expired_rows_leave_room() -> None:
+    store = Store(Table("t", dim=2, capacity=4, num_buckets=1, expire_after=1))
+    store.write([1, 2, 3], np.ones((3, 2), np.float32))
+    for _ in range(3):
+        store.lookup([9])
+    store.write([4, 5, 6], np.ones((3, 2), np.float32))
+    assert sorted(store.ids()) == [4, 5, 6, 9]
+
+
 def test_two_trainers_write_their_parts(rng: np.random.Generator) -> None:
     declared = one_table()
     ids, values = np.arange(60, dtype=np.uint64), rng.normal(size=(60, 2)).astype(np.float32)
@@ -175,6 +209,23 @@ def test_a_written_row_starts_as_a_new_one(optimizer: Any, dtype: Any) -> None:
     assert [each.tobytes() for each in looked.read(ids)] == [each.tobytes() for each in written.read(ids)]
 
 
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda each: type(each).__name__)
+def test_a_state_that_is_accepted_never_makes_a_row_nan(optimizer: Any, rng: np.random.Generator) -> None:
+    store = Store(Table("t", dim=2, optimizer=optimizer))
+    for column in range(store.state_dim):
+        state = np.abs(rng.normal(size=(1, store.state_dim))).astype(np.float32)
+        state[0, column] *= -1
+        try:
+            store.write([1], np.ones((1, 2), np.float32), state)
+        except InputError:
+            continue
+        _, ticket = store.lookup_for_update([1])
+        store.update(ticket, np.full((1, 2), 1e-3, np.float32))
+        assert np.isfinite(store.read([1]).values).all()
+        mean_at = {"SGD": 2, "Adam": 2, "AdamW": 2, "Ftrl": 2}[type(optimizer).__name__]
+        assert column < mean_at, "sums of squares and counts of steps are refused"
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_16_bits_round_to_the_nearest(dtype: Any, rng: np.random.Generator) -> None:
     store = Store(Table("t", dim=64, dtype=dtype))
@@ -226,6 +277,7 @@ ONES = np.ones((2, 3), np.float32)
         (([1, 2], ONES.astype(np.float64)), "values are float64 of shape (2, 3); expected float32"),
         (([1, 2], np.array([[1, 1, 1], [1, np.nan, 1]], np.float32)), "values[1] holds nan; expected finite"),
         (([1, 2], ONES, ONES[:1]), "state are float32 of shape (1, 3); expected float32 of shape (2, 3)"),
+        (([1, 2], ONES, ONES * -5), "state[0] holds -5.0; expected at least 0 in the sums of squares and counts of"),
         (([1, 2], ONES, ONES * np.inf), "state[0] holds inf; expected finite numbers"),
     ],
 )
@@ -243,7 +295,7 @@ def test_bad_rows_change_nothing(arguments: tuple[Any, ...], message: str) -> No
     ("options", "error", "message"),
     [
         ({"admission": MinCount(3)}, InputError, "1 ids were seen and are not admitted yet"),
-        ({"capacity": 4, "num_buckets": 1}, CapacityError, "has no room"),
+        ({"capacity": 4, "num_buckets": 1}, CapacityError, "bucket 0 of 1 would have 5 rows .* to at least 5 with"),
     ],
 )
 def test_rows_that_a_table_cannot_take(options: dict[str, Any], error: type[SatrapError], message: str) -> None:

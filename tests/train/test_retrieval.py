@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Any
 
@@ -115,11 +116,29 @@ def test_negatives_are_trained_by_a_stream(where: str, rng: np.random.Generator)
             np.testing.assert_array_equal(values[:, 0], [-seen[i] for i in ids])
 
 
+def as_any(value: Any) -> Any:
+    return value
+
+
+def counted() -> negatives.Counts:
+    counts = negatives.Counts()
+    counts.add([1, 2, 2])
+    return counts
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda table: satrap.topk(torch.zeros(2, 3), table, 1), r"queries are torch.float32 of shape \(2, 3\)"),
         (lambda table: satrap.topk(torch.zeros(2, 2), table, 0), "k is 0"),
+        (lambda table: satrap.topk(torch.tensor(1.0), table, 1), r"of shape \(\); expected a float32 tensor \[n, 2\]"),
+        (lambda table: satrap.topk(torch.zeros(2, 2, 1), table, 1), r"of shape \(2, 2, 1\)"),
+        (lambda table: satrap.topk(as_any([[0.0, 0.0]]), table, 1), "queries are <class 'list'>"),
+        (lambda _: counted().by_frequency(math.nan), "power is nan, which float64 cannot raise counts of up to 2 to"),
+        (lambda _: counted().by_frequency(2000), "power is 2000"),
+        (lambda _: counted().by_frequency(-2000), "power is -2000"),
+        (lambda _: counted().by_frequency(as_any("a")), "power is 'a'; expected a number"),
+        (lambda _: counted().by_frequency().draw(1, seed=-1, number=0), "draw: seed is -1; expected an integer from 0"),
         (lambda table: satrap.full_softmax(torch.zeros(2, 2), [1, 9], table), "target 9 has no row"),
         (lambda table: satrap.full_softmax(torch.zeros(2, 2), [1], table), "found 1 targets for 2 queries"),
         (

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from satrap.config.validation import suggest
+from satrap.config.validation import check_name, suggest
 from satrap.data.column_profile import ColumnProfile
 from satrap.errors import ConfigError, InputError
 
@@ -22,6 +22,7 @@ _LEAST_REPEATS = 10
 """Rows for each distinct value, on average, from which an embedding can be learned for it."""
 _MOST_COUNT = 2**31
 """Whole numbers beyond it are keys or hashes, and float32 could not tell them apart."""
+_LARGEST_FLOAT32 = 3.4028234e38
 _DIMS = ((16, 4), (256, 8), (1 << 62, 16))
 """Distinct ids up to which an embedding has this dim."""
 _WORDS = 4
@@ -121,6 +122,7 @@ def plan_columns(profiles: Sequence[ColumnProfile], overrides: Overrides) -> Col
             continue
         use, why = _use(profile, overrides)
         features = _features(profile, use, overrides.dim, taken)
+        _check_names(features)
         taken |= {feature.name for feature in features}
         if features:
             dims = f"dim {features[0].dim}"
@@ -208,7 +210,7 @@ def _check_overrides(profiles: Mapping[str, ColumnProfile], overrides: Overrides
             raise ConfigError(f"--numbers: column {name!r} holds {shown}; expected numbers in every row")
     for name in overrides.ids:
         kind = profiles[name].kind
-        if (kind in ("time", "flag") and profiles[name].is_typed) or kind in ("other", "empty"):
+        if (kind in ("time", "flag", "real") and profiles[name].is_typed) or kind in ("other", "empty"):
             raise ConfigError(
                 f"--ids: column {name!r} is of kind {kind!r}; expected integers or text, or lists of them"
             )
@@ -224,6 +226,8 @@ def _use(profile: ColumnProfile, overrides: Overrides) -> tuple[Use, str]:
         return "id", "by --ids"
     if profile.name in overrides.numbers:
         return "number", "by --numbers"
+    if not profile.name:
+        return "ignored", "it has no name, like the index that pandas writes"
     if profile.kind == "empty":
         return "ignored", "all values are missing"
     if profile.kind == "other":
@@ -241,6 +245,10 @@ def _use(profile: ColumnProfile, overrides: Overrides) -> tuple[Use, str]:
             return _use_of_text(profile)
         case "integer":
             return _use_of_integers(profile)
+    if max(profile.most, -profile.least) > _LARGEST_FLOAT32:
+        return "ignored", "numbers too large for float32"
+    if profile.is_float and profile.is_whole:
+        return "number", "as ids, floats above 2**53 have lost digits"
     return "number", ""
 
 
@@ -294,6 +302,14 @@ def _features(profile: ColumnProfile, use: Use, dim: int | None, taken: set[str]
     option = 'kind="integer"' if _needs_declared_kind(profile) else ""
     feature = name if use == "id" else _free(f"{name}_id", taken)
     return (IdFeature(name=feature, column=name, dim=dim, is_bag=is_bag, option=option),)
+
+
+def _check_names(features: Sequence[IdFeature]) -> None:
+    for feature in features:
+        try:
+            check_name("feature", feature.name, "'item'")
+        except ConfigError as error:
+            raise ConfigError(f"{error}: rename the column, or leave it out with --ignore") from error
 
 
 def _free(name: str, taken: set[str]) -> str:

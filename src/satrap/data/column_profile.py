@@ -6,6 +6,7 @@ missing here and reported, so that a source can declare it.
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from satrap.config.optional_deps import pyarrow_for
 from satrap.data.decode import is_list
 from satrap.data.hashing import is_text
+from satrap.data.whole_numbers import LARGEST_EXACT, is_whole_decimal, whole_decimals
 
 Kind = Literal["integer", "real", "flag", "text", "text time", "time", "text list", "id list", "empty", "other"]
 _MISSING = ("?", "NA", "N/A", "NaN", "nan", "NULL", "null", "None", "none", "\\N")
@@ -87,7 +89,7 @@ def profile_column(name: str, array: Any, *, is_typed: bool) -> ColumnProfile:
     if kind in ("integer", "real", "flag"):
         about |= _number_facts(_as_floats(present)) | {"is_float": arrow.types.is_floating(array.type)}
     elif kind == "text":
-        words = arrow.compute.count_substring_regex(present.cast(arrow.large_string()), r"\S+")
+        words = arrow.compute.count_substring_regex(present.cast(arrow.large_binary()), r"\S+")
         about["num_words"] = arrow.compute.mean(words).as_py() or 0.0
     return ColumnProfile(kind=kind, **about)
 
@@ -107,6 +109,9 @@ def clean_values(array: Any, *, is_typed: bool) -> CleanValues:
     compute, types = arrow.compute, arrow.types
     if types.is_dictionary(array.type):
         array = array.cast(array.type.value_type)
+    if is_typed and is_text(arrow, array.type):
+        with suppress(arrow.ArrowInvalid):  # bytes may be no UTF-8
+            array = array.cast(arrow.large_string())
     if types.is_floating(array.type):
         return CleanValues(compute.if_else(compute.is_finite(array), array, arrow.scalar(None, array.type)))
     if is_typed or not is_text(arrow, array.type):
@@ -125,6 +130,8 @@ def reveals_label(array: Any, labels: NDArray[np.bool_], *, is_typed: bool) -> b
     values = clean_values(array, is_typed=is_typed).array
     arrow, kind = pyarrow_for("reading data"), _kind(values, is_typed)
     if len(labels) < _LEAST_FOR_LEAK or kind in ("empty", "other", "text list", "id list"):
+        return False
+    if labels.all() or not labels.any():
         return False
     codes = np.asarray(values.dictionary_encode().indices.fill_null(-1)) + 1
     totals, positives = np.bincount(codes), np.bincount(codes, labels)
@@ -179,8 +186,11 @@ def _kind(values: Any, is_typed: bool) -> Kind:
         return "flag"
     if types.is_integer(kind):
         return "integer"
-    if types.is_floating(kind) or types.is_decimal(kind):
-        return _number_kind(_as_floats(values.drop_null()))
+    if types.is_decimal(kind):
+        return "integer" if is_whole_decimal(arrow, kind) and not whole_decimals(values)[2][0].any() else "real"
+    if types.is_floating(kind):
+        numbers = values.drop_null()
+        return _number_kind(numbers) if np.all(np.abs(np.asarray(numbers)) <= LARGEST_EXACT) else "real"
     if types.is_timestamp(kind) or types.is_date(kind):
         return "time"
     if not is_text(arrow, kind):
@@ -210,12 +220,14 @@ def _number_kind(numbers: Any) -> Kind:
 def _number_facts(numbers: Any) -> dict[str, Any]:
     values = np.asarray(numbers)
     logs = np.log1p(np.maximum(values, 0))
+    with np.errstate(over="ignore"):
+        deviation = float(values.std())
     return {
         "least": float(values.min()),
         "most": float(values.max()),
         "is_whole": bool(np.all(values == np.floor(values))),
         "mean": float(values.mean()),
-        "deviation": float(values.std()) or 1.0,
+        "deviation": deviation or 1.0,
         "log_mean": float(logs.mean()),
         "log_deviation": float(logs.std()) or 1.0,
     }

@@ -20,13 +20,12 @@ from satrap.config.optional_deps import pyarrow_for
 from satrap.data.block import Chunk
 from satrap.data.hashing import hash_integers, hash_strings, is_text, text_buffers
 from satrap.data.item_numbers import numbers_beside, unaligned
+from satrap.data.whole_numbers import Wrong, is_whole_decimal, whole_decimals, whole_floats
 from satrap.errors import SourceError
 
 Bag = tuple[NDArray[np.uint64], NDArray[np.int64] | None, NDArray[np.float32] | None]
 """The ids of a feature; where those of each sample begin and the last end, or None: each has one; a weight for each."""
-_FlatIds = tuple[NDArray[np.uint64], NDArray[np.bool_] | None, NDArray[np.bool_] | None]
-_LARGEST_EXACT = 2.0**53  # floats beyond it skip integers
-_INTEGER = "a whole number of at most 2**53"
+_FlatIds = tuple[NDArray[np.uint64], NDArray[np.bool_] | None, Wrong | None]
 _SECONDS = {"days": 86400, "hours": 3600, "seconds": 1}
 _EPOCH_WEEKDAY = 3  # 1 January 1970 was a Thursday
 
@@ -73,7 +72,9 @@ class _Decoder:
         for name in (column.name, *column.crossed):
             if is_list(self.arrow, arrays[name].type):
                 self._refuse_type(name, arrays[name].type, "one integer or string in each row, to cross with others")
-            ids, valid, _ = self._flat_ids(replace(column, name=name, crossed=()), arrays[name])
+            ids, valid, wrong = self._flat_ids(replace(column, name=name, crossed=()), arrays[name])
+            if wrong is not None:
+                self._fault(name, wrong[0], arrays[name], wrong[1])
             parts.append(ids)
             present &= True if valid is None else valid
         ids = _crossed_ids(parts)
@@ -121,7 +122,7 @@ class _Decoder:
         return arrow.LargeListArray.from_arrays(arrow.array(_offsets(lengths)), items, mask=arrow.array(is_missing))
 
     def _flat_ids(self, column: IdColumn, array: Any) -> _FlatIds:
-        """Return ids, which of them are present (None: all), and which values cannot be ids (None: none)."""
+        """Return ids, which of them are present (None: all), and which values cannot be ids (None: all can)."""
         arrow, kind = self.arrow, array.type
         types = arrow.types
         valid = None if array.null_count == 0 else _numpy(array.is_valid())
@@ -136,9 +137,12 @@ class _Decoder:
         if types.is_dictionary(kind):
             return self._flat_ids(column, array.dictionary_decode())
         wrong = None
+        is_decimal = is_whole_decimal(arrow, kind)
         if types.is_floating(kind) and column.kind == "integer":
-            array, valid, wrong = self._integers(array)
-        elif not (types.is_integer(kind) or types.is_boolean(kind)):
+            array, valid, wrong = whole_floats(array)
+        elif is_decimal and column.kind != "string":
+            array, valid, wrong = whole_decimals(array)
+        elif not (types.is_integer(kind) or types.is_boolean(kind) or is_decimal):
             hint = "; convert them, or declare kind='integer' if they are whole" if types.is_floating(kind) else ""
             if types.is_nested(kind):
                 hint = "; give the ids of all items one after another, and how many each has as numbers beside them"
@@ -149,17 +153,10 @@ class _Decoder:
         ids = _numpy(array.cast(wide).fill_null(0)).view(np.uint64)
         return (hash_integers(ids) if column.hash else ids), valid, wrong
 
-    def _integers(self, array: Any) -> tuple[Any, NDArray[np.bool_], NDArray[np.bool_]]:
-        """Convert floats to integers: frames store integers as floats where some are missing."""
-        numbers = _numpy(array.cast(self.arrow.float64()).fill_null(np.nan))
-        valid = ~np.isnan(numbers)
-        integral = valid & (np.abs(numbers) <= _LARGEST_EXACT) & (np.floor(numbers) == numbers)
-        return self.arrow.array(np.where(integral, numbers, 0.0).astype(np.int64)), valid, valid & ~integral
-
     def _single_ids(self, column: IdColumn, array: Any) -> tuple[NDArray[np.uint64], NDArray[np.int64] | None]:
         ids, valid, wrong = self._flat_ids(column, array)
         if wrong is not None:
-            self._fault(column.name, wrong, array, _INTEGER)
+            self._fault(column.name, wrong[0], array, wrong[1])
         if valid is None or valid.all():
             return ids, None
         if column.missing is not None:
@@ -171,7 +168,7 @@ class _Decoder:
         offsets = _offsets(lengths)
         ids, valid, wrong = self._flat_ids(column, array.flatten())
         if wrong is not None:
-            self._fault(column.name, np.diff(_offsets(wrong)[offsets]) > 0, array, _INTEGER)
+            self._fault(column.name, np.diff(_offsets(wrong[0])[offsets]) > 0, array, wrong[1])
         if valid is not None and not valid.all():
             if column.missing is not None:
                 ids = np.where(valid, ids, np.uint64(column.missing))

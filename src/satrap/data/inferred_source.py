@@ -94,10 +94,10 @@ def _delimiter(path: Any, suffix: str) -> str:
 
 
 def _check_header(file: File, names: Sequence[str]) -> None:
-    """Raise if the first line looks like data."""
+    """Raise if the first line looks like data. pandas' to_csv writes its index first, without a name."""
     arrow = pyarrow_for("reading text")
     is_number = arrow.compute.match_substring_regex(arrow.array(names, arrow.string()), f"^{_NUMBER}$").to_pylist()
-    if any(is_number) or "" in names:
+    if any(is_number) or "" in names[1:]:
         value = names[is_number.index(True)] if any(is_number) else ""
         raise SourceError(
             f"{file.name}: its first line has {value!r}, which is no name of a column; expected a line with the names "

@@ -17,12 +17,14 @@ from numpy.typing import NDArray
 from satrap.config.array_args import as_ids
 from satrap.config.optional_deps import pyarrow_for
 from satrap.config.validation import suggest
+from satrap.data.decode import is_list
 from satrap.data.file_source import errors_naming
 from satrap.data.hashing import hash_strings, is_text
 from satrap.errors import InputError, SourceError
 
 _PART_BYTES = 16 << 20
 _LARGEST_HEADER = 100 << 20  # that safetensors itself reads
+_PARQUET = b"PAR1"  # begins each Parquet file
 _FLOATS = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 _TYPES = _FLOATS | {"I64": "<i8", "U64": "<u8"}
 Part = tuple[NDArray[np.uint64], NDArray[np.float32]]
@@ -49,9 +51,7 @@ def read_vectors(
                 if vectors is not None:
                     raise InputError(f"{file}: vectors is {vectors!r}, and a .npy file has one array: leave it out")
                 rows = np.load(file, mmap_mode="r", allow_pickle=False)
-                yield from _parts(
-                    file, None if ids is None else np.load(ids, mmap_mode="r"), rows, rows.dtype.kind == "f"
-                )
+                yield from _parts(file, None if ids is None else _load_ids(Path(ids)), rows, rows.dtype.kind == "f")
             case ".safetensors":
                 tensors = _tensors(file)
                 known = [name for name, (_, shape, _) in tensors.items() if len(shape) == 2]
@@ -62,6 +62,14 @@ def read_vectors(
                 yield from _parts(file, id_rows, rows)
             case _:
                 yield from _parquet_parts(file, "id" if ids is None else os.fspath(ids), vectors or "vector")
+
+
+def _load_ids(file: Path) -> NDArray[Any]:
+    if not file.is_file():
+        raise SourceError(f"{file}: there is no such file; expected a .npy file of ids")
+    with errors_naming(str(file)):
+        ids: NDArray[Any] = np.load(file, mmap_mode="r", allow_pickle=False)
+        return ids
 
 
 def _parts(file: Path, ids: NDArray[Any] | None, rows: NDArray[Any], is_float: bool = True) -> Iterator[Part]:
@@ -117,17 +125,24 @@ def _parquet_parts(file: Path, ids: str, vectors: str) -> Iterator[Part]:
     arrow = pyarrow_for("reading vectors")
     from pyarrow.parquet import ParquetFile
 
+    with open(file, "rb") as opened:
+        if opened.read(len(_PARQUET)) != _PARQUET:
+            raise InputError(f"{file} is not a Parquet file; expected a .npy, .safetensors or Parquet file of vectors")
     with ParquetFile(file) as parquet:
         names = parquet.schema_arrow.names
         for name in (ids, vectors):
             if name not in names:
                 raise InputError(f"{file} has no column {name!r}; {suggest(name, names)}")
+            if names.count(name) > 1:
+                raise InputError(f"{file} has several columns {name!r}; expected one of that name")
         before = 0
         for batch in parquet.iter_batches(4096, columns=[ids, vectors]):
             id_column, lists = batch.column(ids), batch.column(vectors)
             where = f"{file}, rows {before + 1} to {before + len(lists)}"
             if id_column.null_count or lists.null_count:
                 raise InputError(f"{where}: an id or a vector is missing; leave these rows out")
+            if not is_list(arrow, lists.type):
+                raise InputError(f"{where}: column {vectors!r} is {lists.type}; expected lists of floats")
             lengths = np.unique(arrow.compute.list_value_length(lists).to_numpy())
             numbers = lists.flatten()
             if len(lengths) > 1 or not arrow.types.is_floating(numbers.type) or numbers.null_count:
@@ -135,7 +150,8 @@ def _parquet_parts(file: Path, ids: str, vectors: str) -> Iterator[Part]:
                     f"{where}: column {vectors!r} is {lists.type} of {lengths} numbers; expected lists of floats of "
                     "one length, without missing ones"
                 )
-            values = numbers.to_numpy(zero_copy_only=False).astype(np.float32).reshape(len(lists), -1)
+            with np.errstate(over="ignore"):  # `write` refuses what float32 cannot hold
+                values = numbers.to_numpy(zero_copy_only=False).astype(np.float32).reshape(len(lists), -1)
             yield _parquet_ids(arrow, where, ids, id_column), values
             before += len(lists)
 

@@ -297,32 +297,43 @@ def _large(model: torch.nn.Module, optimizer: Optimizer, min_rows: int) -> list[
     for path, module in _modules(model):
         if module.num_embeddings < min_rows:
             continue
-        weight = module.weight.detach()
         if id(module.weight) not in tables:
-            initial: Normal | Uniform | None = None
-            if not weight.is_meta:
-                initial = _distribution_of(weight)
-            elif (initial := initial_of(model, path)) is None:
-                raise ConfigError(
-                    f"convert: module {path!r} has its weight on device meta, so its initial values are unknown: name "
-                    "the module with a satrap.Table that has initial=, or create it on the CPU"
+            initial = _initial(model, path, module.weight.detach())
+            try:
+                tables[id(module.weight)] = Table(
+                    path or "model",
+                    module.embedding_dim,
+                    optimizer=optimizer,
+                    initial=initial,
+                    num_rows=module.num_embeddings,
                 )
-            tables[id(module.weight)] = Table(
-                path or "model",
-                module.embedding_dim,
-                optimizer=optimizer,
-                initial=initial,
-                num_rows=module.num_embeddings,
-            )
+            except ConfigError as error:
+                raise ConfigError(
+                    f"convert: module {path!r} cannot have a table by its name and its weight ({error}): name the "
+                    "module with a satrap.Table"
+                ) from error
         chosen.append(_Chosen(path, module, tables[id(module.weight)]))
     if not chosen:
         raise ConfigError(f"convert: the model has no nn.Embedding or nn.EmbeddingBag with {min_rows} rows or more")
     return chosen
 
 
-def _distribution_of(weight: Tensor) -> Normal:
-    """Return the normal distribution of a weight. Its numbers are as short as they can be, so that nearly always they
-    are the same in another process, which draws another weight from the same distribution."""
+def _initial(model: torch.nn.Module, path: str, weight: Tensor) -> Normal | Uniform:
+    """Return the normal distribution of a weight, or what TorchRec's config says of one on device meta. Its numbers are
+    as short as they can be, so that nearly always they are the same in another process, which draws another weight from
+    the same distribution."""
+    if weight.is_meta:
+        if (initial := initial_of(model, path)) is None:
+            raise ConfigError(
+                f"convert: module {path!r} has its weight on device meta, so its initial values are unknown: name "
+                "the module with a satrap.Table that has initial=, or create it on the CPU"
+            )
+        return initial
+    if not weight.isfinite().all():
+        raise ConfigError(
+            f"convert: the weight of module {path!r} holds NaN or infinity; expected finite numbers: initialise the "
+            "module again, or load a sound state"
+        )
     mean, std = float(weight.mean()), float(weight.std(correction=0))
     error = min(max(0.01, 4 / math.sqrt(2 * weight.numel())), 0.05) * std
     return Normal(mean=_shortest(mean, 2 * error), std=_shortest(std, error))

@@ -101,6 +101,10 @@ class ServerCalls(Protocol):
         """Insert or replace rows, as `Store.write` does. The origin's step is the number of the write, which counts the
         writes of its trainer: a server that has done this write, or a later one, ignores the call."""
 
+    def rows_with(self, origin: Origin, table: int, ids: Ids) -> Ids:
+        """Return how many rows each of this server's buckets would have with rows of these ids, each given once; 0 for
+        a bucket of another server."""
+
     def bucket_ids(self, origin: Origin, table: int, bucket: int) -> Ids:
         """Return the ids of the rows of one of this server's buckets, numbered within the table."""
 

@@ -35,6 +35,11 @@ class RowCalls:
             store.write(ids, values.reshape(len(ids), config[table].dim), state_rows)
             engine.finish(writer, origin.step)
 
+    def rows_with(self, origin: Origin, table: int, ids: Ids) -> Ids:
+        with self._fence.admit(origin, reads=True) as server_state:
+            counts: Ids = server_state.engine.rows_with(table, ids)
+            return counts
+
     def bucket_ids(self, origin: Origin, table: int, bucket: int) -> Ids:
         with self._fence.admit(origin, reads=True) as server_state:
             return server_state.store(table).bucket_ids(bucket)

@@ -76,7 +76,7 @@ class Server:
         self.versions, self.require_permitted = saves.versions, saves.require_permitted
         self.take_cut, self.write_cut, self.release_cut = saves.take_cut, saves.write_cut, saves.release_cut
         rows = RowCalls(self._fence)
-        self.write, self.bucket_ids = rows.write, rows.bucket_ids
+        self.write, self.rows_with, self.bucket_ids = rows.write, rows.rows_with, rows.bucket_ids
         moves = MigrationCalls(self._fence, self._log, shared)
         self.take_fencing_token, self.freeze, self.load = moves.take_fencing_token, moves.freeze, moves.load
         self.export_rows, self.export_metadata = moves.export_rows, moves.export_metadata

@@ -225,7 +225,8 @@ class Store:
         state: optimizer state, float32 [n, state_dim], as `read` returns it. None: as in a new row.
 
         The rows count as used at the latest step. A gradient of a batch that was looked up before is applied to the
-        written row. A full table raises CapacityError; rows that the call wrote before stay. `save` makes them durable.
+        written row. `save` makes the rows durable. A write evicts no row: if the new rows have no room in their
+        buckets, each of which has a share of `capacity`, it raises CapacityError and changes nothing.
         """
         put_rows(self._slot, as_rows(self.table, self.state_dim, ids, values, state))
 

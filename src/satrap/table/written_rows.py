@@ -10,9 +10,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from satrap import _core
 from satrap.config import array_args
-from satrap.config.optimizers import Adagrad, Ftrl, RowWiseAdagrad
+from satrap.config.optimizers import SGD, Adagrad, Ftrl, RowWiseAdagrad
 from satrap.config.tables import MinCount, Table
-from satrap.errors import InputError
+from satrap.errors import CapacityError, InputError
 
 if TYPE_CHECKING:
     from satrap.table.engine import Slot
@@ -39,7 +39,27 @@ def as_rows(table: Table, state_dim: int, ids: ArrayLike, values: ArrayLike, sta
     stored_values(table, value_array)
     if state is None:
         return WrittenRows(id_array, value_array, None)
-    return WrittenRows(id_array, value_array, array_args.as_values(where, "state", state, (len(id_array), state_dim)))
+    state_array = array_args.as_values(where, "state", state, (len(id_array), state_dim))
+    _require_state(table, state_array)
+    return WrittenRows(id_array, value_array, state_array)
+
+
+def _require_state(table: Table, state: NDArray[np.float32]) -> None:
+    """Raise InputError if a sum of squares or a count of steps is negative: the next update would make the row NaN."""
+    match table.optimizer:
+        case SGD():
+            return
+        case Adagrad() | RowWiseAdagrad():
+            first = 0
+        case _:
+            first = table.dim  # after Adam's mean of the gradients, or Ftrl's z
+    if (negative := state[:, first:] < 0).any():
+        line = int(np.argwhere(negative)[0][0])
+        value = state[line, first:][negative[line]][0]
+        raise InputError(
+            f"table {table.name!r}: state[{line}] holds {value}; expected at least 0 in the sums of squares and counts "
+            f"of steps of {type(table.optimizer).__name__}: pass the state that `read` returned, or none"
+        )
 
 
 def stored_values(table: Table, values: NDArray[np.float32]) -> NDArray[Any]:
@@ -63,6 +83,27 @@ def stored_values(table: Table, values: NDArray[np.float32]) -> NDArray[Any]:
     return bits
 
 
+def is_bounded(table: Table) -> bool:
+    """Return whether the table may be full."""
+    return table.capacity is not None and table.on_full != "grow"
+
+
+def require_room(table: Table, counts: NDArray[np.integer[Any]]) -> None:
+    """Raise CapacityError if a bucket would have more rows than its share of the table's capacity. counts: the rows
+    that each bucket would have."""
+    assert table.capacity is not None
+    num_buckets = len(counts)
+    shares = table.capacity // num_buckets + (np.arange(num_buckets) < table.capacity % num_buckets)
+    if (counts > shares).any():
+        bucket = int(np.argmax(counts > shares))
+        raise CapacityError(
+            f"table {table.name!r}: bucket {bucket} of {num_buckets} would have {counts[bucket]} rows with the written "
+            f"ones; expected at most {shares[bucket]}, its share of capacity={table.capacity}; nothing was written: "
+            f"set capacity to at least {counts.max() * num_buckets} with num_buckets={num_buckets}, or use "
+            "on_full='grow'"
+        )
+
+
 def put_rows(slot: "Slot", rows: WrittenRows) -> None:
     """Insert or replace the rows in the slot's table, stamped as used at the engine's latest step."""
     engine, index, table = slot.engine, slot.index, slot.table
@@ -77,6 +118,8 @@ def put_rows(slot: "Slot", rows: WrittenRows) -> None:
             f"{where}: {sighted} ids were seen and are not admitted yet, and a written row has no such count: write "
             "before the first step, or declare another admission"
         )
+    if is_bounded(table):
+        require_room(table, engine.rows_with(index, rows.ids))
     values, state = stored_values(table, rows.values), rows.state
     if state is None:
         state = _new_state(table, engine.state_dim(index), values)

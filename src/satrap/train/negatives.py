@@ -7,6 +7,7 @@ up and trains them as any other, on servers too.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from numbers import Real
 from typing import Any, Protocol
 
 import numpy as np
@@ -59,7 +60,16 @@ class Counts:
 
     def by_frequency(self, power: float = 0.75) -> "Draws":
         """Return draws of ids whose probability is proportional to their count so far, raised to this power."""
-        return Draws(self._ids, self._counts.astype(np.float64) ** power)
+        if isinstance(power, bool) or not isinstance(power, Real):
+            raise InputError(f"Counts: power is {power!r}; expected a number, such as 0.75")
+        with np.errstate(over="ignore", under="ignore"):
+            weights = self._counts.astype(np.float64) ** float(power)
+        if not (np.isfinite(weights.sum()) and (weights > 0).all()):
+            raise InputError(
+                f"Counts: power is {power}, which float64 cannot raise counts of up to {self._counts.max()} to; "
+                "expected a number such as 0.75"
+            )
+        return Draws(self._ids, weights)
 
 
 class Listed(Protocol):
@@ -85,6 +95,10 @@ class Draws:
 
     def draw(self, size: int, *, seed: int, number: int) -> tuple[_Ids, Tensor]:
         """Return ids, and log q of each as float32."""
+        seed, number = (
+            check_integer("draw", name, value, 0, 2**64 - 1, InputError)
+            for name, value in (("seed", seed), ("number", number))
+        )
         random = np.random.default_rng((seed, number))
         if self._ends is None or self._weights is None:
             at = random.integers(0, len(self._ids), size)

@@ -38,7 +38,8 @@ def topk(queries: Tensor, table: Rows, k: int) -> tuple[NDArray[np.uint64], Tens
 
     queries: float32 [n, dim]. The order of equal products is not defined."""
     k = check_integer("topk", "k", k, 1, 2**31 - 1, InputError)
-    best, ids = queries.new_empty((len(_checked(queries, table)), 0)), np.empty((len(queries), 0), np.uint64)
+    queries = _checked(queries, table)
+    best, ids = queries.new_empty((len(queries), 0)), np.empty((len(queries), 0), np.uint64)
     for part_ids, scores in _scores(queries, table):
         top, at = scores.topk(min(k, len(part_ids)), dim=1)
         joined = torch.cat([best, top], dim=1)
@@ -80,7 +81,7 @@ def _scores(queries: Tensor, table: Rows) -> Iterator[tuple[NDArray[np.uint64], 
 
 def _checked(queries: Any, table: Rows) -> Tensor:
     dim = table.table.dim
-    if not isinstance(queries, Tensor) or queries.dtype != torch.float32 or queries.shape != (len(queries), dim):
+    if not isinstance(queries, Tensor) or queries.dtype != torch.float32 or queries.shape[1:] != (dim,):
         found = f"{queries.dtype} of shape {tuple(queries.shape)}" if isinstance(queries, Tensor) else type(queries)
         raise InputError(f"table {table.table.name!r}: queries are {found}; expected a float32 tensor [n, {dim}]")
     return queries

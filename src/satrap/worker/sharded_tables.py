@@ -23,7 +23,7 @@ from satrap.table.snapshot.cut import OLD_ROWS_BYTES
 from satrap.table.snapshot.directory import folder_bytes
 from satrap.table.snapshot.saved_table import checksum_of
 from satrap.table.store import StoredRows, parts_of
-from satrap.table.written_rows import WrittenRows, as_rows
+from satrap.table.written_rows import WrittenRows, as_rows, is_bounded, require_room
 from satrap.transfer import Transfer, advance
 from satrap.worker.server_group import ServerGroup, Topology
 from satrap.worker.sharded_cut import ShardedCut
@@ -70,7 +70,7 @@ class ShardedTable:
 
     def write(self, ids: ArrayLike, values: ArrayLike, state: ArrayLike | None = None) -> None:
         """Insert or replace rows as `Store.write` does; several trainers may each write a part. Each server writes a
-        row once, however often messages are lost or repeated. If a call fails, a part may be written: call it again.
+        row once, however often messages are lost or repeated. If a server fails, a part may be written: call it again.
         A checkpoint that is saved after the call has the rows."""
         rows = as_rows(self.table, self._state_dim, ids, values, state)
         self._servers.begin_attempt()
@@ -80,9 +80,18 @@ class ShardedTable:
                 f"{self._servers.latest_step}: resume its checkpoint, or remove them with embeddings.tables.clear(), "
                 "before you write"
             )
+        if is_bounded(self.table):
+            self._require_room(rows.ids)
         step = max(1, _WRITE_BYTES // (4 * self.table.dim))
         for begin in range(0, len(rows.ids), step):
             self._write(rows, slice(begin, begin + step))
+
+    def _require_room(self, ids: NDArray[np.uint64]) -> None:
+        """Raise CapacityError if the servers have no room for all the rows, before one of them writes some."""
+        parts = self._servers.call_owners(
+            "rows_with", 0, ids, self._offsets(len(ids)), lambda part: (self._number, part.ids)
+        )
+        require_room(self.table, np.sum([counts for _, counts in parts], axis=0))
 
     def _write(self, rows: WrittenRows, chosen: slice) -> None:
         """Send some of the rows."""

@@ -46,6 +46,21 @@ def test_objects_of_a_run_show_their_state(tmp_path: Path) -> None:
             progress.step(batch)
         assert repr(progress) == "Progress(step 2, 12 samples)"
     assert repr(progress) == "Progress(step 2, 12 samples, closed)"
+    with embeddings.stream([inputs]) as stream:
+        assert repr(stream) == "Stream(trains, next step 3)"
+    validation = satrap.Validation(model, embeddings, satrap.Frame({"item": [1], "label": [1.0]}, label="label"))
+    assert repr(validation) == "Validation(auc, nothing evaluated yet)"
     run.save()
     assert repr(run) == f"Checkpoint({str(tmp_path / 'run')!r}, step 2 saved or resumed)"
     assert repr(embeddings.tables) == "TableGroup(item: 6 rows)"
+
+
+def test_sequences_show_their_shapes() -> None:
+    item = satrap.Table("item", dim=4)
+    with satrap.Embeddings({"last": item.sequence(2), "past": item.sequence()}) as embeddings:
+        visits = {"last": [[1], [2, 3]], "past": [[1], [2, 3]]}
+        data = satrap.Frame(visits, batch_size=2)
+        embeddings.optimizer()
+        batch = next(embeddings.stream(data))
+        assert repr(batch["last"]) == "Sequence(values=[2, 2, 4], 3 rows)"
+        assert repr(batch["past"]) == "JaggedSequence(values=[3, 4], 2 samples)"

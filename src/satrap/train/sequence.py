@@ -26,6 +26,9 @@ class Sequence:
         self.numbers: Mapping[str, Tensor] = numbers or {}
         """The numbers beside the ids by column, float64 [batch, max_length]; zeros where the mask is False."""
 
+    def __repr__(self) -> str:
+        return f"Sequence(values={list(self.values.shape)}, {int(self.mask.sum())} rows)"
+
     @property
     def tensors(self) -> list[Tensor]:
         """All tensors of the sequence."""
@@ -61,6 +64,9 @@ class JaggedSequence:
         self.values, self.offsets, self._bounds = values, offsets, bounds
         self.numbers: Mapping[str, Tensor] = numbers or {}
         """The numbers beside the ids by column, float64 [rows]."""
+
+    def __repr__(self) -> str:
+        return f"JaggedSequence(values={list(self.values.shape)}, {len(self._bounds) - 1} samples)"
 
     @property
     def tensors(self) -> list[Tensor]:

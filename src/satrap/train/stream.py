@@ -88,8 +88,7 @@ class Stream(Iterator[Batch]):
         dense: DenseStrategy | None = None,
     ) -> None:
         """inputs: those of a trainer that steps together with others are `JointBatches`.
-        on_hold: called with the leaves of the held batches whenever they change.
-        dense: that of the optimizer, if there is one."""
+        on_hold: called with the leaves of the held batches whenever they change."""
         ledger.position = position
         self._inputs, self._train, self._worker = inputs, train, worker
         self._ledger, self._on_hold, self._dense = ledger, on_hold, dense or DenseStrategy()
@@ -115,6 +114,9 @@ class Stream(Iterator[Batch]):
         ledger: BatchLedger[InFlightBatch] = BatchLedger(_EVALUATION_AHEAD if overlap else 0)
         return cls(inputs, worker, ledger, train=False, device=device, overlap=overlap, on_hold=lambda _: None)
 
+    def __repr__(self) -> str:
+        return f"Stream({'trains' if self._train else 'evaluates'}, next step {self._ledger.next_step})"
+
     @property
     def dropped(self) -> Counter[str]:
         """Number of batches that were returned and never updated, by cause."""
@@ -123,8 +125,7 @@ class Stream(Iterator[Batch]):
     @property
     def position(self) -> Position | None:
         """Position of the source after the last batch that was updated or dropped."""
-        position: Position | None = self._ledger.position
-        return position
+        return self._ledger.position  # type: ignore[no-any-return]
 
     @property
     def end_step(self) -> int | None:

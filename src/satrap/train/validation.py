@@ -97,6 +97,10 @@ class Validation:
         self._options: dict[str, Any] = {"score": score, "label": label, "group": group, "metrics": own}
         self._step = 0  # at the last evaluation
 
+    def __repr__(self) -> str:
+        best = "nothing evaluated yet" if self.best is None else f"best {self.best:.6g} at step {self.best_step}"
+        return f"Validation({self._metric}, {best})"
+
     @property
     def is_over(self) -> bool:
         """Whether training should stop, since `patience` evaluations were worse than the best."""

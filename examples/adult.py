@@ -66,6 +66,8 @@ def main() -> None:
             progress.step(batch, loss=loss, scores=logits)
             if run is not None:
                 run.save(every_steps=100)
+        if run is not None:
+            run.save()
         embeddings.eval()
         model.eval()
         test = data.replace(path=FOLDER / "adult.test.gz", shuffle=False, epochs=1)

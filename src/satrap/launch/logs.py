@@ -185,8 +185,9 @@ class RunLogs:
             self._incomplete_line = b""
         if incomplete := self._incomplete_records.pop(process, b""):
             self._append_record(process, incomplete)
-        if failed and not _is_shown(process):
-            for line in self._tail(process, start_offset):
+        if failed and not _is_shown(process) and (tail := self._tail(process, start_offset)):
+            _LOG.warning("%s failed; the end of its log:", process)
+            for line in tail:
                 _LOG.warning("%s | %s", process, line)
         if failed:
             _LOG.warning("%s: log file %s", process, self.path(process))

@@ -78,8 +78,8 @@ class Unreadable:
 
 
 BAD_IDS: list[tuple[Any, list[str]]] = [
-    ([1, 2, 3.0], ["a list", "uint64", "numpy.asarray(ids, dtype=numpy.uint64)"]),
-    ((1, True), ["a tuple", "uint64"]),
+    ([1, 2, 3.0], ["ids[2] is 3.0 (float)", "an integer from -2**63 to 2**64 - 1"]),
+    ((1, True), ["ids[1] is True (bool)", "an integer"]),
     (7, ["an int", "uint64"]),
     (None, ["a NoneType", "uint64"]),
     ("item", ["a str", "uint64"]),

@@ -129,6 +129,7 @@ def engine_calls(engine: _core.Engine) -> dict[str, Callable[[], object]]:
         "end_cut": lambda: engine.end_cut(0),
         "export_sightings": lambda: engine.export_sightings(0, 0, 8),
         "removed_since": lambda: engine.removed_since(0),
+        "rows_with": lambda: engine.rows_with(0, IDS),
         "import_rows": lambda: engine.import_rows(0, IDS, words, values, empty),
         "import_removed": lambda: engine.import_removed(0, IDS),
         "import_sightings": lambda: engine.import_sightings(0, IDS, words, words, True),

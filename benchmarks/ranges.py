@@ -1,12 +1,14 @@
 """Ratios as ranges over the processors that they were measured on: the tables of README and docs/comparison.md.
 
-`python -m benchmarks.ranges` prints them from all records in results/: of each case and processor the newest counts.
+`python -m benchmarks.ranges` prints them from all records in results/: of each case and processor those of the newest day
+count, all together, so that a repeated run replaces none that it does not please.
 A figure of one processor says little about another, so the worst is named first.
 """
 
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
@@ -41,8 +43,9 @@ FIGURES = {
 
 
 def ratios(records: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], Ratio]:
-    """Return the ratios of each case and processor from its newest record with all peers, by the names in FIGURES."""
-    newest: dict[tuple[str, str], Ratio] = {}
+    """Return the ratios of each case and processor from the records of its newest day that have all peers, by the names
+    in FIGURES."""
+    newest: dict[tuple[str, str], tuple[str, list[Ratio]]] = {}
     for record in sorted(records, key=lambda record: record["date"]):
         case, figures = record["case"], record["figures"]
         if not (figures.get("ratio") or {}).get("all_peers_present", True):
@@ -51,13 +54,16 @@ def ratios(records: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], Ratio]
         if case.endswith("/1t"):  # in older records, one thread is a case
             by_case = {f"{case.removesuffix('1t')}2t one thread": figures.get("ratio")}
         for start, name in PROCESSORS.items():
-            if record["machine"]["cpu"].startswith(start):
-                newest |= {
-                    (at, name): (figure["median"], figure["low"], figure["high"])
-                    for at, figure in by_case.items()
-                    if figure and figure["median"]
-                }
-    return newest
+            for at, figure in by_case.items() if record["machine"]["cpu"].startswith(start) else ():
+                if figure and figure["median"]:
+                    day, of_day = newest.get((at, name), ("", []))
+                    of_day = of_day if day == record["date"][:10] else []
+                    ratio = (figure["median"], figure["low"], figure["high"])
+                    newest[at, name] = record["date"][:10], [*of_day, ratio]
+    return {
+        key: (median(middle for middle, *_ in of_day), min(low for _, low, _ in of_day), max(r[2] for r in of_day))
+        for key, (_, of_day) in newest.items()
+    }
 
 
 def table(cases: Mapping[str, str], head: str, measured: Mapping[tuple[str, str], Ratio]) -> list[str]:

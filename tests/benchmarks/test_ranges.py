@@ -66,3 +66,10 @@ def test_tables_with_num_rows_stand_beside_hashed_ones() -> None:
     hashed = record(case, "Intel(R) Xeon(R) Processor", "2026-02", 3.0)
     _, _, *lines = table_of_direct(ratios([both, hashed]))
     assert lines == [f"| {name} | EPYC, Zen 5 | 4.00 (3.50-4.50) | 3.00 |  | 2.00 |"]
+
+
+def test_all_runs_of_the_newest_day_count_together() -> None:
+    """Else the last of several runs, which may be repeated until it pleases, would stand for them."""
+    runs = [("01-01T08", 9.0), ("01-02T08", 1.0), ("01-02T09", 1.5), ("01-02T10", 3.0)]
+    records = [record("a/2t", "Intel(R) Xeon(R) Processor", f"2026-{at}", ratio) for at, ratio in runs]
+    assert ratios(records) == {("a/2t", "Xeon"): (1.5, 1.0, 3.0)}

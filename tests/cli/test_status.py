@@ -194,7 +194,7 @@ def test_servers_by_hand_are_found_by_one_address(capsys: pytest.CaptureFixture[
                 worker.lookup(batch(np.arange(50)), step=2, oldest_open=1)
                 summary = summarize(reader.read(), before)
         assert summary["rows"] == 100 and summary["step"] == 2 and summary["staleness"] == {"0": 1}
-        assert [each["address"] for each in summary["processes"][:2]] == addresses
+        assert [process["address"] for process in summary["processes"][:2]] == addresses
         seconds = 50 / summary["rows_per_second"]
         assert 0 < seconds < 60 and summary["steps_per_second"] == pytest.approx(1 / seconds)
         lines = as_lines(summary)

@@ -368,9 +368,9 @@ def test_lists_of_categories_in_several_row_groups(num_values: int, block_rows: 
     table = pa.table({"a": lists, "n": range(len(texts))})
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=num_values, dictionary_pagesize_limit=4096)
     batches = Parquet(tmp_path, extra="n", block_rows=block_rows).batches(["a"])
-    found = [(each.extra["n"].to_pylist(), bags_of(each)[0]) for each in batches]
-    assert [bag for _, bags in found for bag in bags] == [[xxh64(text.encode()) for text in row] for row in texts]
-    assert [n for numbers, _ in found for n in numbers] == list(range(len(texts)))
+    read = [(batch.extra["n"].to_pylist(), bags_of(batch)[0]) for batch in batches]
+    assert [bag for _, bags in read for bag in bags] == [[xxh64(text.encode()) for text in row] for row in texts]
+    assert [n for numbers, _ in read for n in numbers] == list(range(len(texts)))
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])

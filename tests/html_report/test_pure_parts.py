@@ -234,7 +234,7 @@ def test_each_step_counts_once(drawn: list[tuple[int, list[int]]]) -> None:
         if any(one.first_step < cut <= one.step for one in each.intervals)
     ]
     assert Counter(p for p in (*kept, *superseded) if p[1] is not None) == Counter(
-        point for each in [*of_loops, ends] for point in each
+        point for points in [*of_loops, ends] for point in points
     ), "an interval that was trained again in part also ends the part that counts"
     assert [p for p in kept if p in of_loops[-1]] == of_loops[-1], "the last launch counts"
     assert cuts(loops)[-1] == math.inf

@@ -1,7 +1,7 @@
 """Ratios as ranges over the processors that they were measured on: the tables of README and docs/comparison.md.
 
-`python -m benchmarks.ranges` prints them from all records in results/: of each case and processor those of the newest day
-count, all together, so that a repeated run replaces none that it does not please.
+`python -m benchmarks.ranges` prints them from the records in results/: of each case and processor all those of the
+newest day count together, so that a run cannot be repeated until it pleases.
 A figure of one processor says little about another, so the worst is named first.
 """
 

@@ -259,7 +259,7 @@ def test_the_command_that_is_shown_converts_times(
 def test_malformed_rows_that_are_allowed_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path, "csv", clicks())
     path.write_text(path.read_text() + "1,only two\n")
-    assert "allow more with max_bad_rows" in error_of(capsys, path, "--out", tmp_path / "refused")
+    assert "allow more with --max-bad-rows" in error_of(capsys, path, "--out", tmp_path / "refused")
     output = run(tmp_path, SATRAP, "train", path.name, "--epochs", "1", "--max-bad-rows", "1")
     assert len(METRICS.findall(output)) == 2, output
     assert "        max_bad_rows=1,\n" in (tmp_path / "run/train.py").read_text()
@@ -303,7 +303,8 @@ def error_of(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "it is empty; expected a header"),
+        ("", "give columns=; columns= is an argument of satrap.CSV in a script"),
+        ("a,click\n\xe9,0\n", "; encoding= is an argument of satrap.CSV in a script, for which this command has no"),
         ("a,click\n", "found no rows; expected at least one"),
         ("1.5,0\n2.5,1\n", "its first line has '1.5', which is no name of a column"),
         ("a,a,click\nx,y,0\nx,y,1\n", "has several columns 'a'"),
@@ -316,7 +317,7 @@ def error_of(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
 def test_files_that_cannot_be_trained_on(
     text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "data.csv").write_text(text)
+    (tmp_path / "data.csv").write_text(text, encoding="latin-1")
     assert message in error_of(capsys, tmp_path / "data.csv", "--out", tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

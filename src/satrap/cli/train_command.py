@@ -6,6 +6,7 @@ The script is all that trains, so the command and the script give the same bits.
 """
 
 import argparse
+import re
 import shlex
 import subprocess
 import sys
@@ -30,7 +31,7 @@ from satrap.data.column_profile import clean_values, labels_of, profile_column, 
 from satrap.data.delimited import CSV
 from satrap.data.inferred_source import column_names, infer_source, sample_rows
 from satrap.data.source import FileSource
-from satrap.errors import ConfigError, InputError
+from satrap.errors import ConfigError, InputError, SourceError
 
 _SAMPLED_ROWS = 200_000
 _HELD_OUT = 0.1
@@ -107,8 +108,11 @@ def train_model(options: argparse.Namespace) -> Iterator[str]:
     """Carry out the command; yield what it prints besides the output of the script."""
     _check_options(options)
     path = options.files[0] if len(options.files) == 1 else list(options.files)
-    source = infer_source(path).replace(seed=options.seed, max_bad_rows=options.max_bad_rows)
-    plan, settings, num_sampled = _infer(source, path, options)
+    try:
+        source = infer_source(path).replace(seed=options.seed, max_bad_rows=options.max_bad_rows)
+        plan, settings, num_sampled = _infer(source, path, options)
+    except SourceError as error:
+        raise SourceError(_in_options(str(error))) from error
     yield from plan.lines()
     if num_sampled == _SAMPLED_ROWS:
         yield f"(inferred from {num_sampled:,} rows; to correct a column: --label, --ids, --numbers, --ignore)"
@@ -128,10 +132,23 @@ def train_model(options: argparse.Namespace) -> Iterator[str]:
     yield f"{script}: written, and running"
     status = subprocess.run([sys.executable, str(script)], check=False).returncode
     if status != 0:
-        raise InputError(f"{script} ended with status {status}; its error is above; to run it again: {command}")
+        raise InputError(
+            f"{script} ended with status {status}; its error is above, and what it asks to set is set in the script: "
+            f"edit it; to run it again: {command}"
+        )
     from satrap.cli.report import write_report
 
     yield write_report(options.out, None)
+
+
+def _in_options(message: str) -> str:
+    """Return a message of a source for someone who typed a command: with the option in place of a setting, or the
+    setting's place in a script if there is none."""
+    message = message.replace("max_bad_rows", "--max-bad-rows")
+    settings = re.search(r"(?<!\()\b(encoding|columns|quote|newlines_in_values)=", message)
+    if settings is None:
+        return message
+    return f"{message}; {settings[0]} is an argument of satrap.CSV in a script, for which this command has no option"
 
 
 def _to_parquet(file: str, source: FileSource, *, decimal_comma: bool = False) -> str:

@@ -343,7 +343,7 @@ def test_there_is_no_rate_of_steps_over_a_resume() -> None:
     """The rows of a checkpoint come with its step."""
     counts = {"tables": {}, "staleness": {}, "snapshots": {}, "moved_rows": {"in": 0}, "buckets": {"frozen": 0}}
     before, after = (
-        {"at": 0.0, "clock": clock, "checkpoint": None, "answers": {"a": {**counts, "step": step}}}
+        {"at": 0.0, "clock": clock, "checkpoint": None, "restored": None, "answers": {"a": {**counts, "step": step}}}
         for clock, step in ((1.0, 0), (2.0, 600))
     )
     for launch, rate in ((1, 600.0), (2, None)):
@@ -396,7 +396,7 @@ def test_a_clock_that_was_set_back() -> None:
     """Times of the wall clock are only shown, and rates are measured by another clock."""
     run = GOOD | {"started_at": 2e9, "faults": {"count": 1, "last": [{"at": 2e9, "what": "w"}]}}
     checkpoint = {"at": 2e9, "seconds": 1.0, "name": "a", "is_published": True, "folder": None}
-    reading = {"at": 1e9, "clock": 5.0, "run": run, "answers": {}, "checkpoint": checkpoint}
+    reading = {"at": 1e9, "clock": 5.0, "run": run, "answers": {}, "checkpoint": checkpoint, "restored": None}
     text = "\n".join(as_lines(summarize(reading, reading | {"at": 3e9, "clock": 4.0})))
     assert "running for 0:00:00" in text and "0:00:00 ago: w" in text and "a, 0:00:00 ago" in text
 
@@ -430,6 +430,28 @@ def test_the_last_checkpoint_is_known_by_the_folders_that_servers_wrote(
     assert status._last_checkpoint({"c": idle}) is None
 
 
+def test_a_restore_is_shown_until_the_next_save(tmp_path: Path) -> None:
+    folder = tmp_path / "000006-step-30" / "tables" / "0"
+    with running_servers(2) as services:
+        addresses = [each.address for each in services]
+        with sharded_worker(one_table(), addresses) as worker, RunReader(None, addresses) as reader:
+            worker.lookup(batch(np.arange(100)), step=1)
+            folder.parent.mkdir(parents=True)
+            worker.tables["t"].save(folder)
+            worker.tables.restore({"t": [folder]})
+            summary = summarize(reader.read(), None)
+            assert summary["restored_from"] == "000006-step-30"
+            assert as_lines(summary)[2] == "last checkpoint: none since 000006-step-30 was restored"
+            worker.tables.clear()
+            assert as_lines(summarize(reader.read(), None))[2] == "last checkpoint: none since the servers started"
+
+
+def test_a_server_without_tables_has_no_memory_of_tables() -> None:
+    answer = {"where": "process 1 on a", "not_ready": "no trainer", "memory": {"machine": [1 << 30, 4 << 30]}}
+    reading = {"at": 0.0, "clock": 1.0, "run": None, "checkpoint": None, "restored": None, "answers": {"a": answer}}
+    assert "  - (25% of 4.0 GiB in use)" in as_lines(summarize(reading, None))[-2]
+
+
 def test_work_in_progress_is_shown() -> None:
     """A save, a migration and faults, as a supervisor and two servers report them."""
     saving = {"running": 1, "bytes": 400 << 10, "total": 1000 << 10, "seconds_left": 12}
@@ -460,7 +482,8 @@ def test_work_in_progress_is_shown() -> None:
         ],
         "faults": {"count": 5, "last": [{"at": 90.0 + i, "what": f"fault {i}"} for i in range(5)]},
     }
-    reading = {"at": 3700.0, "clock": 10.0, "run": run, "answers": {"a": answer, "b": answer}, "checkpoint": None}
+    reading = {"at": 3700.0, "clock": 10.0, "run": run, "answers": {"a": answer, "b": answer}}
+    reading |= {"checkpoint": None, "restored": None}
     summary = summarize(reading, {**reading, "clock": 8.0, "answers": {"a": answer}})
     lines = as_lines(summary)
     assert lines[0].endswith("| trainers are running | launch 2 | running for 1:01:40")

@@ -1,5 +1,6 @@
 """`satrap train`: its script gives the same bits as the command, in every format; bad input is an error."""
 
+import contextlib
 import gzip
 import os
 import re
@@ -258,10 +259,37 @@ def test_the_command_that_is_shown_converts_times(
 def test_malformed_rows_that_are_allowed_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path, "csv", clicks())
     path.write_text(path.read_text() + "1,only two\n")
-    assert "allow more with max_bad_rows" in error_of(capsys, path, "--out", tmp_path / "refused")
+    assert "allow more with --max-bad-rows" in error_of(capsys, path, "--out", tmp_path / "refused")
     output = run(tmp_path, SATRAP, "train", path.name, "--epochs", "1", "--max-bad-rows", "1")
     assert len(METRICS.findall(output)) == 2, output
     assert "        max_bad_rows=1,\n" in (tmp_path / "run/train.py").read_text()
+
+
+def test_words_among_numbers_are_missing_in_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    price = np.array([f"{number:.2f}" for number in clicks()["price"].to_numpy(zero_copy_only=False)], object)
+    price[:30], price[30:60] = "-", "unknown"
+    path = write(tmp_path, "csv", clicks().set_column(2, "price", pa.array(price)).drop_columns(["day"]))
+    script = tmp_path / "train.py"
+    assert main(["train", str(path), "--script", str(script), "--missing", "never seen"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"^price +real +[\d,]+ +\d+ % +number +'-', 'nan', 'unknown' count as missing$", shown, re.M), (
+        shown
+    )
+    assert 'missing=["-", "nan", "never seen", "unknown"]' in script.read_text()
+    names: dict[str, Any] = {"__name__": "script"}
+    exec(compile(script.read_text(), str(script), "exec"), names)
+    with contextlib.closing(names["source"]().replace(batch_size=60).batches(["item"])) as batches:
+        assert np.all(next(iter(batches)).dense == np.float32(names["NUMBERS"]["price"][0]))
+
+
+def test_the_command_that_is_shown_converts_decimal_commas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    price = [f"{number:.2f}".replace(".", ",") for number in clicks()["price"].fill_null(0.0).to_pylist()]
+    path = write(tmp_path, "tsv", clicks().set_column(2, "price", pa.array(price)))
+    assert main(["train", str(path), "--script", str(tmp_path / "text.py")]) == 0
+    shown = re.search(r"price is text.* decimal commas, as in .*\n.* by python (-c .*)\)\n", capsys.readouterr().out)
+    assert shown is not None
+    run(tmp_path, sys.executable, *shlex.split(shown[1]))
+    assert pq.read_schema(f"{path}.parquet").field("price").type == pa.float64()
 
 
 # -- bad input ---------------------------------------------------------------------------------------------------------
@@ -275,7 +303,8 @@ def error_of(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "it is empty; expected a header"),
+        ("", "give columns=; columns= is an argument of satrap.CSV in a script"),
+        ("a,click\n\xe9,0\n", "; encoding= is an argument of satrap.CSV in a script, for which this command has no"),
         ("a,click\n", "found no rows; expected at least one"),
         ("1.5,0\n2.5,1\n", "its first line has '1.5', which is no name of a column"),
         ("a,a,click\nx,y,0\nx,y,1\n", "has several columns 'a'"),
@@ -288,7 +317,7 @@ def error_of(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
 def test_files_that_cannot_be_trained_on(
     text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "data.csv").write_text(text)
+    (tmp_path / "data.csv").write_text(text, encoding="latin-1")
     assert message in error_of(capsys, tmp_path / "data.csv", "--out", tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -307,6 +336,7 @@ def test_files_that_cannot_be_trained_on(
         (["clicks.csv", "--test", "clicks.parquet"], "is of another format"),
         (["clicks.csv", "--test-after", "same"], "nine tenths of column 'same' hold"),
         (["clicks.csv", "clicks.parquet"], "files of one format"),
+        (["clicks.parquet", "--missing", "-"], "--missing: words stand for missing values in text files, and"),
     ],
 )
 def test_arguments_that_cannot_be_used(

@@ -2,7 +2,7 @@
 
 import datetime
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from decimal import Decimal
 from typing import Any
 
@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from satrap.cli.train_plan import ColumnPlan, Overrides, PlannedColumn, plan_columns
-from satrap.data.column_profile import labels_of, profile_column, reveals_label, value_at
+from satrap.cli.train_plan import ColumnPlan, Overrides, PlannedColumn, decimal_commas, missing_words, plan_columns
+from satrap.data.column_profile import ColumnProfile, labels_of, profile_column, reveals_label, value_at
 from satrap.errors import ConfigError, InputError
 
 NUM_ROWS = 400
@@ -82,6 +82,55 @@ def test_each_kind_of_column_has_its_use(seed: int, kinds: list[str], missing: f
     assert all(each.why for each in plan.columns if each.use == "ignored")
     lines = list(plan.lines())
     assert len(lines) == 1 + len(plan.columns) and len(set(map(len, (line[:20] for line in lines)))) == 1
+
+
+def profiles_of(columns: dict[str, list[Any]], missing: Collection[str] = ()) -> list[ColumnProfile]:
+    arrays = {name: pa.array([None if v is None else str(v) for v in values]) for name, values in columns.items()}
+    return [profile_column(name, array, is_typed=False, missing=missing) for name, array in arrays.items()]
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    words=st.lists(st.sampled_from(["n/a", "-", "unknown", "#", "N. A.", "inf"]), min_size=1, max_size=3, unique=True),
+)
+def test_a_few_words_among_numbers_count_as_missing(seed: int, words: list[str]) -> None:
+    columns = frame(seed, ["text", "real", "amount", "count"], 0.1)
+    columns["real"][:8] = columns["amount"][:8] = columns["count"][:8] = [None] * 8
+    spoiled = {name: [*words, *words, *columns[name][2 * len(words) :]] for name in ("real", "amount", "count")}
+    inferred = missing_words(profiles_of(columns | spoiled), Overrides())
+    assert inferred == set(words) - {"n/a"}, "which counts as missing in any column"
+    plan = plan_columns(profiles_of(columns | spoiled, inferred), Overrides())
+    expected = plan_columns(profiles_of(columns), Overrides())
+    assert uses(plan) == uses(expected) and plan.features == expected.features
+    assert [c.profile.mean for c in plan.columns] == [c.profile.mean for c in expected.columns]
+    shown = f"{', '.join(map(repr, sorted(words)))} count{'s' * (len(words) == 1)} as missing"
+    assert all(shown in planned(plan, name).why for name in spoiled)
+
+
+@pytest.mark.parametrize(
+    ("values", "others", "overrides"),
+    [
+        (["M", *range(50)], ["M", "F"], {}),  # a value of a column of two
+        (["-", *range(5)], ["p", "q", "r"], {}),  # a sixth
+        (["a", "b", "c", "d", *range(100)], ["p", "q", "r"], {}),  # many words
+        (["007", "-", *range(50)], ["p", "q", "r"], {}),  # codes
+        (["-", *range(50)], ["p", "q", "r"], {"ids": ("x",)}),
+        (["maybe", *[0, 1] * 20], ["p", "q", "r"], {}),  # like a label
+    ],
+)
+def test_words_that_do_not_count_as_missing(values: list[Any], others: list[str], overrides: dict[str, Any]) -> None:
+    rows = 20 * len(values)
+    columns = {"y": [0, 1] * (rows // 2), "x": values * 20, "other": (others * rows)[:rows]}
+    assert missing_words(profiles_of(columns), Overrides(**overrides)) == set()
+
+
+def test_a_word_among_numbers_that_makes_a_column_text_is_shown() -> None:
+    columns = {"y": [0, 1] * 60, "x": ["-", *range(5)] * 20, "price": ["3,5", "4,25", "7"] * 40}
+    plan = plan_columns(profiles_of(columns), Overrides())
+    assert planned(plan, "x").why == "text, since '-' is no number; dim 4"
+    assert decimal_commas(plan) == [("price", "3,5")]
+    with pytest.raises(ConfigError, match=r"--numbers: column 'x' holds '-'; .* or --missing - if it stands for"):
+        plan_columns(profiles_of(columns), Overrides(numbers=("x",)))
 
 
 @given(seed=st.integers(0, 2**32), numbers=st.booleans())

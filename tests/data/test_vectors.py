@@ -33,7 +33,9 @@ def vectors(rng: np.random.Generator) -> tuple[NDArray[np.uint64], NDArray[np.fl
     return ids, rng.normal(size=(N, 6)).astype(np.float32)
 
 
-def test_every_form_holds_the_same(tmp_path: Path, vectors: tuple[Any, Any]) -> None:
+def test_every_form_holds_the_same(
+    tmp_path: Path, vectors: tuple[Any, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     ids, values = vectors
     np.save(tmp_path / "rows.npy", values)
     np.save(tmp_path / "ids.npy", ids)
@@ -58,6 +60,10 @@ def test_every_form_holds_the_same(tmp_path: Path, vectors: tuple[Any, Any]) -> 
     assert main(["import", str(tmp_path / "a.parquet"), folder, "--table", "item"]) == 0
     with satrap.Reader(folder) as reader:
         np.testing.assert_array_equal(reader.lookup("item", ids), values)
+    other = ["import", str(tmp_path / "rows.npy"), folder, "--table", "other"]
+    assert main(other) == 1
+    message = r"snapshot exists and holds .*\.json.*; expected a new folder: name another, or replace it with --force"
+    assert re.search(message, capsys.readouterr().err)
     embeddings = satrap.Embeddings({"item": satrap.Table("item", dim=6)})
     with satrap.Reader(folder) as reader:
         for part, rows in reader.tables["item"].rows():

@@ -92,7 +92,7 @@ def test_a_long_save_and_servers_killed_during_one(tmp_path: Path) -> None:
             held.wait_for_reader()
             servers[1].kill()
 
-        silent = rf"write_cut at {servers[1].address}: there was a connection, but nothing was received for 3 s"
+        silent = rf"write cut at {servers[1].address}: there was a connection, but nothing was received for 3 s"
         with meanwhile(killed), pytest.raises(DeadlineError, match=silent):  # 2.
             table.save(tmp_path / "a")
         held.let_go()

@@ -41,6 +41,9 @@ def test_line() -> None:
     evaluated = "step 1,200 | validation auc 0.7900 log_loss 0.4321 (best) | 4.92M samples in 01:02, 01:02 left"
     assert line(EVALUATED) == evaluated
     assert line(replace(EVALUATED, is_best=False)) == evaluated.replace(" (best)", "")
+    by_loss = replace(EVALUATED, best_by="log_loss")
+    assert line(by_loss) == evaluated.replace("(best)", "(best log_loss)")
+    assert line(replace(by_loss, is_best=False)) == evaluated.replace(" (best)", "")
     assert line(BARE) == "step 3 | 30 samples in 1:02:05 | 0/s"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -158,3 +159,31 @@ def test_a_rate_out_of_reach_gives_the_fastest_and_what_to_change() -> None:
     assert "NOT MET  no plan reaches 1,000,000,000 samples/s; this one reaches" in text
     assert "change   make more than 4 m available" in text
     assert "change   train with staleness 1 or more" in text
+
+
+@pytest.mark.parametrize("batch_size", [8, 100, 1000, 100_000])
+@pytest.mark.parametrize("staleness", [0, 4])
+def test_a_larger_batch_is_advised_where_it_helps(batch_size: int, staleness: int) -> None:
+    job = workload(load(10**6), samples_per_second=1e9, batch_size=batch_size, staleness=staleness, dense_flops=1e4)
+    found = plan(job, machine(available=4))
+    text = "\n".join(lines_of(found, ["train.py"]))
+    advice = re.search(r"use batches of ([\d,]+) samples: these machines then reach ([\d,]+) samples/s", text)
+    rates = {
+        factor * batch_size: replace(
+            found.estimate, workload=replace(job, training=replace(job.training, batch_size=factor * batch_size))
+        ).samples_per_second
+        for factor in (1, 2, 4, 8, 16)
+    }
+    if advice is None:
+        assert found.estimate.bounds[0].role != "trainer" or max(rates.values()) < 1.05 * rates[batch_size]
+    else:
+        reached = rates[int(advice[1].replace(",", ""))]
+        assert advice[2] == f"{reached:,.0f}" and reached == max(rates.values()) >= 1.05 * rates[batch_size]
+
+
+def test_a_rate_just_missed_is_not_shown_as_reached() -> None:
+    found = plan(workload(load(10**9), samples_per_second=1e9), machine(available=4))
+    rate = found.estimate.samples_per_second * 1.001
+    estimate = replace(found.estimate, workload=workload(load(10**9), samples_per_second=rate))
+    text = "\n".join(lines_of(replace(found, estimate=estimate), ["train.py"]))
+    assert "(99%)" in text and "it permits 99% of the requested rate" in text

@@ -40,8 +40,8 @@ ARROWS: dict[str, str] = {
     "deploy": "config launch",
     "html_report": "monitor",
     "planning": "config data table table.snapshot train",
-    "cli": "config rpc monitor sharding table data server server.migration worker.remote train models checkpoint "
-    "launch deploy html_report planning",
+    "cli": "config rpc monitor sharding storage table data server server.migration worker.remote train models "
+    "checkpoint launch deploy html_report planning",
     "__main__": "cli",
 }
 # The same for the folders of the core and their includes.

@@ -130,7 +130,7 @@ def test_the_error_of_a_deadline_without_a_connection() -> None:
         address = service.address
     with Client(Calls, address) as client, pytest.raises(DeadlineError) as caught:
         client.with_deadline(0.2).add(1)
-    assert str(caught.value).startswith(f"Calls.add at {address}: no connection within 0.2 s; is a server running")
+    assert str(caught.value).startswith(f"add at {address}: no connection within 0.2 s; is a server running")
 
 
 def test_a_long_wait_for_a_connection_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:

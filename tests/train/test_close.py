@@ -21,6 +21,7 @@ import torch
 import satrap.run_context
 from cluster import ANYWHERE, DEADLINE_SECONDS, features, running_servers, sharded_worker
 from forks import in_fork
+from logged import logged
 from loop import batches, job, tables, train_step
 from remote_worker_parts import Net, source, working, write
 from rpc_parts import Calls, Served, wait_until
@@ -371,3 +372,23 @@ def test_a_process_exits_while_its_threads_call(tmp_path: Path) -> None:
         command = [sys.executable, "-c", code, f"ipc://{tmp_path}/sockets/none"]
         run = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_SECONDS)
         assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize("end", ["break", "error", "close"])
+def test_rows_that_were_left_out_are_logged_when_a_loop_stops_early(end: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("user,label\n" + "1,0\n1,x\n" * 100)
+    embeddings = Embeddings({"user": satrap.Table("user", dim=2)}, num_threads=1)
+    embeddings.optimizer(torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1))
+    data = satrap.CSV(str(path), label="label", batch_size=4, block_bytes=40, max_bad_rows=50)
+    with logged("satrap.train", match=r"^\d+ samples .* were not trained on: \d+ malformed") as records:
+        stream = embeddings.stream(data)
+        with suppress(satrap.SourceError):
+            for _ in stream:
+                if end != "error":
+                    break
+        if end == "close":
+            stream.close()
+        del stream
+        embeddings.close()
+    assert len(records) == 1

@@ -251,6 +251,7 @@ def test_progress_reports_it_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (1, {"auc": 0.75}, True),
         (2, {"auc": 0.5}, False),
     ]
+    assert {report.best_by for report in kept.reports} == {"auc"}
     lines = [json.loads(text) for text in (tmp_path / "log").read_text().splitlines()]
     assert [(each["validation/auc"], each["validation/is_best"]) for each in lines] == [(0.75, 1), (0.5, 0)]
 

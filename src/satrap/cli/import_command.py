@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from satrap.cli.options import Commands, add_choice, location_option, path_option
 from satrap.config.tables import Table
-from satrap.errors import InputError
+from satrap.errors import ConfigError, InputError
 
 
 def add_import(commands: Commands) -> None:
@@ -33,13 +33,22 @@ def add_import(commands: Commands) -> None:
         help="column (default: vector), or tensor if the file has several of two dimensions",
     )
     add_choice(parser, "--dtype", "type of the stored values", ("float32", "float16", "bfloat16"))
+    parser.add_argument("--force", action="store_true", help="replace what FOLDER holds")
 
 
 def import_vectors(options: argparse.Namespace) -> Iterator[str]:
     """Carry out the command; yield what it prints."""
     from satrap.data.vectors import read_vectors
+    from satrap.storage.open_folder import open_folder
     from satrap.table.store import Store
 
+    names = sorted(open_folder(options.folder).names())
+    if names and not options.force:
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        raise ConfigError(
+            f"{options.folder} exists and holds {shown}; expected a new folder: name another, or replace it with "
+            "--force"
+        )
     store: Store | None = None
     for ids, values in read_vectors(options.file, ids=options.ids, vectors=options.vectors):
         if store is None:

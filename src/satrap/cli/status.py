@@ -69,6 +69,7 @@ class RunReader:
             "run": run,
             "answers": answers,
             "checkpoint": _last_checkpoint(answers),
+            "restored": _restored(answers),
         }
 
     def result(self) -> str | None:
@@ -200,6 +201,13 @@ def _last_checkpoint(answers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]
     folder = Path(directory, name)
     published = (folder / "checkpoint.json").exists() if os.path.isdir(directory) else None
     return save_shown | {"name": name, "is_published": published, "folder": str(folder)}
+
+
+def _restored(answers: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """Return the name of the checkpoint from which the servers were restored; None if they were not."""
+    folders = [folder for answer in answers.values() for folder in answer.get("restore_folders", ())]
+    match = _TABLE.fullmatch(folders[0]) if folders else None
+    return match[2] if match else folders[0] if folders else None
 
 
 def show_status(reader: RunReader, *, watch: bool, as_json: bool, seconds: float, out: TextIO | None = None) -> None:

@@ -45,6 +45,7 @@ def summarize(now: Mapping[str, Any], before: Mapping[str, Any] | None) -> dict[
         "staleness": staleness,
         "tables": _tables(servers.values()),
         "last_checkpoint": now["checkpoint"],
+        "restored_from": now["restored"],
         "snapshots": _snapshots(servers.values()),
         "migration": _migration(run, servers.values()),
         "faults": {"count": 0, "last": []} if run is None else run["faults"],
@@ -181,7 +182,9 @@ def _headline(summary: Mapping[str, Any]) -> str:
 
 def _checkpoint_line(summary: Mapping[str, Any]) -> str:
     last = summary["last_checkpoint"]
-    text = "last checkpoint: none since the servers started"
+    restored = summary["restored_from"]
+    since = "the servers started" if restored is None else f"{restored} was restored"
+    text = f"last checkpoint: none since {since}"
     if last is not None:
         ago = _clock(summary["at"] - last["at"])
         text = f"last checkpoint: {last['name']}, {ago} ago, rows in {last['seconds']:.1f} s"
@@ -218,7 +221,7 @@ def _cells(process: Mapping[str, Any]) -> tuple[str, ...]:
     memory = shown(process["table_bytes"], format_bytes)
     if process["memory"] is not None:
         of = min(process["memory"].values(), key=lambda numbers: numbers[1] - numbers[0])  # where least is left
-        memory = f"{memory or format_bytes(of[0])} ({of[0] / max(1, of[1]):.0%} of {format_bytes(of[1])} in use)"
+        memory = f"{memory or '-'} ({of[0] / max(1, of[1]):.0%} of {format_bytes(of[1])} in use)"
     return (
         f"{process['role']} {shown(process['number'])}",
         shown(process["where"]) or shown(process["address"]),

@@ -6,6 +6,7 @@ The script is all that trains, so the command and the script give the same bits.
 """
 
 import argparse
+import re
 import shlex
 import subprocess
 import sys
@@ -14,15 +15,23 @@ from contextlib import closing
 from typing import Any
 
 from satrap.cli.options import Commands, add_names, add_number, add_path
-from satrap.cli.train_plan import LABEL_NAMES, TEXT_TIME, ColumnPlan, Overrides, plan_columns
+from satrap.cli.train_plan import (
+    LABEL_NAMES,
+    TEXT_TIME,
+    ColumnPlan,
+    Overrides,
+    decimal_commas,
+    missing_words,
+    plan_columns,
+)
 from satrap.cli.train_script import ScriptSettings, write_script
 from satrap.config.location import Location
 from satrap.config.validation import check_integer
-from satrap.data.column_profile import labels_of, profile_column, reveals_label, value_at
+from satrap.data.column_profile import clean_values, labels_of, profile_column, reveals_label, value_at
 from satrap.data.delimited import CSV
 from satrap.data.inferred_source import column_names, infer_source, sample_rows
 from satrap.data.source import FileSource
-from satrap.errors import ConfigError, InputError
+from satrap.errors import ConfigError, InputError, SourceError
 
 _SAMPLED_ROWS = 200_000
 _HELD_OUT = 0.1
@@ -66,6 +75,13 @@ def add_train(commands: Commands) -> None:
         ("--ignore", "to leave out, such as those that are known only after the label"),
     ):
         add_names(train, option, f"columns {what} (default: inferred)", metavar="COLUMN")
+    add_names(
+        train,
+        "--missing",
+        "words of text files that stand for a missing value, besides NA, null, ? and similar ones, and besides those "
+        "inferred: the few words in columns of numbers",
+        metavar="WORD",
+    )
     held_out = train.add_mutually_exclusive_group()
     held_out.add_argument(
         "--test", metavar="FILES", help="files or URL to test on, as FILES (default: a random tenth of FILES)"
@@ -92,14 +108,20 @@ def train_model(options: argparse.Namespace) -> Iterator[str]:
     """Carry out the command; yield what it prints besides the output of the script."""
     _check_options(options)
     path = options.files[0] if len(options.files) == 1 else list(options.files)
-    source = infer_source(path).replace(seed=options.seed, max_bad_rows=options.max_bad_rows)
-    plan, settings, num_sampled = _infer(source, path, options)
+    try:
+        source = infer_source(path).replace(seed=options.seed, max_bad_rows=options.max_bad_rows)
+        plan, settings, num_sampled = _infer(source, path, options)
+    except SourceError as error:
+        raise SourceError(_in_options(str(error))) from error
     yield from plan.lines()
     if num_sampled == _SAMPLED_ROWS:
         yield f"(inferred from {num_sampled:,} rows; to correct a column: --label, --ids, --numbers, --ignore)"
     if times := [column.profile.name for column in plan.columns if column.why == TEXT_TIME]:
         yield f"(to train on the hour and the weekday of {', '.join(times)}, convert the files to Parquet, such as by"
         yield f" {_to_parquet(options.files[0], source)})"
+    for column, number in decimal_commas(plan):
+        yield f"({column} is text, since it has decimal commas, as in {number!r}: to train on its numbers, convert the"
+        yield f" files to Parquet, such as by {_to_parquet(options.files[0], source, decimal_comma=True)})"
     script = options.script or options.out / "train.py"
     script.parent.mkdir(parents=True, exist_ok=True)
     script.write_text(write_script(plan, settings))
@@ -110,17 +132,31 @@ def train_model(options: argparse.Namespace) -> Iterator[str]:
     yield f"{script}: written, and running"
     status = subprocess.run([sys.executable, str(script)], check=False).returncode
     if status != 0:
-        raise InputError(f"{script} ended with status {status}; its error is above; to run it again: {command}")
+        raise InputError(
+            f"{script} ended with status {status}; its error is above, and what it asks to set is set in the script: "
+            f"edit it; to run it again: {command}"
+        )
     from satrap.cli.report import write_report
 
     yield write_report(options.out, None)
 
 
-def _to_parquet(file: str, source: FileSource) -> str:
+def _in_options(message: str) -> str:
+    """Return a message of a source for someone who typed a command: with the option in place of a setting, or the
+    setting's place in a script if there is none."""
+    message = message.replace("max_bad_rows", "--max-bad-rows")
+    settings = re.search(r"(?<!\()\b(encoding|columns|quote|newlines_in_values)=", message)
+    if settings is None:
+        return message
+    return f"{message}; {settings[0]} is an argument of satrap.CSV in a script, for which this command has no option"
+
+
+def _to_parquet(file: str, source: FileSource, *, decimal_comma: bool = False) -> str:
     """Return a command that converts a text file."""
     delimiter = source.delimiter if isinstance(source, CSV) else ","
     skip = ", invalid_row_handler=lambda row: 'skip'" if source.max_bad_rows else ""
-    read = f"csv.read_csv({file!r}, parse_options=csv.ParseOptions(delimiter={delimiter!r}{skip}))"
+    numbers = ", convert_options=csv.ConvertOptions(decimal_point=',')" if decimal_comma else ""
+    read = f"csv.read_csv({file!r}, parse_options=csv.ParseOptions(delimiter={delimiter!r}{skip}){numbers})"
     return f'python -c "from pyarrow import csv, parquet; parquet.write_table({read}, {file + ".parquet"!r})"'
 
 
@@ -158,7 +194,19 @@ def _infer(source: FileSource, path: Any, options: argparse.Namespace) -> tuple[
         dim=options.dim,
         split_by=options.test_after,
     )
-    plan = plan_columns([profile_column(name, rows[name], is_typed=is_typed) for name in names], overrides)
+    if is_typed and options.missing:
+        raise ConfigError(
+            f"--missing: words stand for missing values in text files, and {source.path} is {type(source).__name__}, "
+            "which has nulls: leave it out"
+        )
+    profiles = [profile_column(name, rows[name], is_typed=is_typed, missing=options.missing) for name in names]
+    if words := missing_words(profiles, overrides):
+        words |= frozenset(options.missing)
+        profiles = [profile_column(name, rows[name], is_typed=is_typed, missing=words) for name in names]
+    if not is_typed:
+        missing = frozenset(options.missing) | words
+        rows = {name: clean_values(rows[name], is_typed=False, missing=missing).array for name in names}
+    plan = plan_columns(profiles, overrides)
     _refuse_leaks(plan, rows, is_typed)
     num_sampled = len(rows[names[0]])
     num_rows = num_sampled if num_sampled < _SAMPLED_ROWS else _count_rows(source, names[0])
@@ -171,6 +219,7 @@ def _infer(source: FileSource, path: Any, options: argparse.Namespace) -> tuple[
         path=path,
         kind=type(source).__name__,
         delimiter=source.delimiter if isinstance(source, CSV) else None,
+        missing=tuple(options.missing),
         parts=_parts(rows, path, is_typed, options),
         epochs=options.epochs or epochs,
         validate_steps=max(1, round(num_rows * (1 - 2 * _HELD_OUT) / batch_size)),

@@ -4,6 +4,7 @@ Pure: profiles of columns in, a plan out. `train_script` writes the plan as a sc
 """
 
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -28,6 +29,12 @@ _DIMS = ((16, 4), (256, 8), (1 << 62, 16))
 _WORDS = 4
 """Words of a text, on average, from which it is prose and not a name."""
 _LEAST_ROWS = 20
+_MOST_MISSING_WORDS = 3
+"""Distinct words that may stand for a missing value in a column of numbers."""
+_LEAST_NUMBERS = 3
+"""Distinct numbers from which a column of text may be one of numbers: fewer may be the values of a label."""
+_NUMBER_SHARE = 0.9
+"""The share of a column's values that are numbers from which its words stand for a missing value."""
 TEXT_TIME = "times as text"
 
 
@@ -109,6 +116,29 @@ class ColumnPlan:
             yield f"{left}  {right}  {use:{widths[4]}}  {why}".rstrip()
 
 
+def missing_words(profiles: Sequence[ColumnProfile], overrides: Overrides) -> frozenset[str]:
+    """Return the words that stand for a missing value: the few words in columns that otherwise hold numbers. A source
+    reads them as missing in all columns, so the values of a column that has only two, such as a label, are none."""
+    words: set[str] = set()
+    for profile in profiles:
+        numbers = profile.numbers
+        if numbers is None or numbers.share < _NUMBER_SHARE or numbers.num_distinct < _LEAST_NUMBERS:
+            continue
+        if len(numbers.words) <= _MOST_MISSING_WORDS and profile.name not in (*overrides.ids, *overrides.ignore):
+            words.update(numbers.words)
+    return frozenset(words.difference(*(profile.values for profile in profiles if profile.num_distinct == 2)))
+
+
+def decimal_commas(plan: ColumnPlan) -> list[tuple[str, str]]:
+    """Return the names of the columns that hold numbers with decimal commas, each with such a number."""
+    return [
+        (column.profile.name, numbers.with_comma)
+        for column in plan.columns
+        if column.use != "ignored" and (numbers := column.profile.numbers) is not None
+        if numbers.with_comma and numbers.share + numbers.comma_share >= _NUMBER_SHARE
+    ]
+
+
 def plan_columns(profiles: Sequence[ColumnProfile], overrides: Overrides) -> ColumnPlan:
     """Return the use of every column; raise if there is no label, no id, or an override that does not fit."""
     by_name = {profile.name: profile for profile in profiles}
@@ -118,7 +148,8 @@ def plan_columns(profiles: Sequence[ColumnProfile], overrides: Overrides) -> Col
     taken = set(by_name)
     for profile in profiles:
         if profile.name == label.column:
-            columns.append(PlannedColumn(profile=profile, use="label", why=_label_reason(label, profile)))
+            why = _label_reason(label, profile)
+            columns.append(PlannedColumn(profile=profile, use="label", why=_with_missing(why, profile)))
             continue
         use, why = _use(profile, overrides)
         features = _features(profile, use, overrides.dim, taken)
@@ -127,6 +158,7 @@ def plan_columns(profiles: Sequence[ColumnProfile], overrides: Overrides) -> Col
         if features:
             dims = f"dim {features[0].dim}"
             why = f"{why}; {dims}" if why else dims
+        why = _with_missing(why, profile)
         columns.append(PlannedColumn(profile=profile, use=use, why=why, features=features))
     plan = ColumnPlan(columns=tuple(columns), label=label)
     if not plan.features:
@@ -135,6 +167,15 @@ def plan_columns(profiles: Sequence[ColumnProfile], overrides: Overrides) -> Col
             "columns with --ids"
         )
     return plan
+
+
+def _with_missing(why: str, profile: ColumnProfile) -> str:
+    """Add the texts that stand for a missing value."""
+    if not profile.missing_texts:
+        return why
+    texts = sorted(profile.missing_texts)
+    text = f"{', '.join(map(repr, texts))} {'counts' if len(texts) == 1 else 'count'} as missing"
+    return f"{why}; {text}" if why else text
 
 
 def label_candidates(profiles: Sequence[ColumnProfile]) -> list[str]:
@@ -206,8 +247,13 @@ def _check_overrides(profiles: Mapping[str, ColumnProfile], overrides: Overrides
             named[name] = option
     for name in overrides.numbers:
         if not profiles[name].is_number:
-            shown = repr(profiles[name].values[0]) if profiles[name].values else "no value"
-            raise ConfigError(f"--numbers: column {name!r} holds {shown}; expected numbers in every row")
+            profile = profiles[name]
+            values = profile.values if profile.numbers is None else profile.numbers.words
+            shown = repr(values[0]) if values else "no value"
+            hint = (
+                f", or --missing {shlex.quote(values[0])} if it stands for a missing value" if profile.numbers else ""
+            )
+            raise ConfigError(f"--numbers: column {name!r} holds {shown}; expected numbers in every row{hint}")
     for name in overrides.ids:
         kind = profiles[name].kind
         if (kind in ("time", "flag", "real") and profiles[name].is_typed) or kind in ("other", "empty"):
@@ -257,7 +303,10 @@ def _use_of_text(profile: ColumnProfile) -> tuple[Use, str]:
         return "ignored", "another text in each row"
     if profile.num_words >= _WORDS and profile.num_distinct * _LEAST_REPEATS > profile.num_rows:
         return "ignored", f"prose: {profile.num_words:.0f} words on average"
-    return "id", ""
+    numbers = profile.numbers
+    if numbers is None or numbers.with_comma or numbers.share < 0.5 or numbers.num_distinct < _LEAST_NUMBERS:
+        return "id", ""
+    return "id", f"text, since {numbers.words[0]!r} is no number"
 
 
 def _use_of_integers(profile: ColumnProfile) -> tuple[Use, str]:

@@ -25,6 +25,8 @@ class ScriptSettings:
     """The class of the source."""
     delimiter: str | None
     """The delimiter of text; None: the source is typed."""
+    missing: tuple[str, ...]
+    """Texts that stand for a missing value, besides those that were seen in columns."""
     parts: tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]
     """The options of the source that select the samples for training, for validation and for the test; with `path` if
     another file holds the test."""
@@ -103,8 +105,8 @@ def _source(plan: ColumnPlan, settings: ScriptSettings) -> str:
         arguments.append(_nested("ids={", columns, "}", 8))
     if settings.delimiter is not None:
         profiles = [column.profile for column in plan.columns if column.use != "ignored"]
-        if missing := sorted(frozenset().union(*(profile.missing_texts for profile in profiles))):
-            arguments.append(f"missing=({', '.join(map(_text, missing))},)")
+        if missing := sorted({*settings.missing}.union(*(profile.missing_texts for profile in profiles))):
+            arguments.append(_nested("missing=[", list(map(_text, missing)), "]", 8))
         if any(profile.has_blanks for profile in profiles):
             arguments.append("strip=True")
         if settings.delimiter != ",":

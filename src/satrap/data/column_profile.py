@@ -5,7 +5,7 @@ column of text is that of all its values; a text that stands for a missing value
 missing here and reported, so that a source can declare it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -19,7 +19,9 @@ from satrap.data.hashing import is_text
 from satrap.data.whole_numbers import LARGEST_EXACT, is_whole_decimal, whole_decimals
 
 Kind = Literal["integer", "real", "flag", "text", "text time", "time", "text list", "id list", "empty", "other"]
-_MISSING = ("?", "NA", "N/A", "NaN", "nan", "NULL", "null", "None", "none", "\\N")
+_MISSING = ("?", "NA", "N/A", "n/a", "NaN", "nan", "NULL", "null", "None", "none", "\\N")
+_NUMBER = r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$"
+_DECIMAL_COMMA = r"^[-+]?\d*,\d+$"
 _TIME = r"^\d{4}-\d\d-\d\d([T ]\d\d:\d\d(:\d\d(\.\d+)?)?(Z|[-+]\d\d:?\d\d)?)?$"
 _CODE = r"^[-+]?0\d"  # a leading zero would be lost in a number
 _NUM_SHOWN = 20
@@ -60,6 +62,8 @@ class ColumnProfile:
     """Texts that stand for a missing value."""
     has_blanks: bool = False
     """Whether texts begin or end with blanks."""
+    numbers: "NumbersInText | None" = None
+    """The numbers of a column of text."""
 
     @property
     def is_number(self) -> bool:
@@ -67,9 +71,24 @@ class ColumnProfile:
         return self.kind in ("integer", "real", "flag")
 
 
-def profile_column(name: str, array: Any, *, is_typed: bool) -> ColumnProfile:
-    """Return the profile of an Arrow array."""
-    values = clean_values(array, is_typed=is_typed)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NumbersInText:
+    """The numbers in a column whose kind is text, since its other values are none."""
+
+    share: float
+    """The share of the values that are numbers."""
+    num_distinct: int
+    words: tuple[str, ...]
+    """The values that are no numbers, most frequent first: at most 20."""
+    comma_share: float
+    """The share of the values that are numbers with a decimal comma."""
+    with_comma: str
+    """The most frequent number with a decimal comma; empty: there is none."""
+
+
+def profile_column(name: str, array: Any, *, is_typed: bool, missing: Collection[str] = ()) -> ColumnProfile:
+    """Return the profile of an Arrow array. missing: further texts that stand for a missing value."""
+    values = clean_values(array, is_typed=is_typed, missing=missing)
     kind = _kind(values.array, is_typed)
     arrow, num_rows = pyarrow_for("reading data"), len(array)
     about: dict[str, Any] = {
@@ -91,6 +110,8 @@ def profile_column(name: str, array: Any, *, is_typed: bool) -> ColumnProfile:
     elif kind == "text":
         words = arrow.compute.count_substring_regex(present.cast(arrow.large_binary()), r"\S+")
         about["num_words"] = arrow.compute.mean(words).as_py() or 0.0
+        if not is_typed:
+            about["numbers"] = _numbers_in(counts)
     return ColumnProfile(kind=kind, **about)
 
 
@@ -103,8 +124,8 @@ class CleanValues:
     has_blanks: bool = False
 
 
-def clean_values(array: Any, *, is_typed: bool) -> CleanValues:
-    """Return a column as a source reads it that declares the missing texts and strips blanks."""
+def clean_values(array: Any, *, is_typed: bool, missing: Collection[str] = ()) -> CleanValues:
+    """Return a column as a source reads it that declares the missing texts and strips blanks. missing: further ones."""
     arrow = pyarrow_for("reading data")
     compute, types = arrow.compute, arrow.types
     if types.is_dictionary(array.type):
@@ -118,10 +139,10 @@ def clean_values(array: Any, *, is_typed: bool) -> CleanValues:
         return CleanValues(array)
     stripped = compute.utf8_trim_whitespace(array)
     has_blanks = not stripped.equals(array)
-    is_missing = compute.is_in(stripped, arrow.array(_MISSING, stripped.type))
-    missing = frozenset(compute.unique(stripped.filter(is_missing)).to_pylist())
+    is_missing = compute.is_in(stripped, arrow.array([*_MISSING, *missing], stripped.type))
+    texts = frozenset(compute.unique(stripped.filter(is_missing)).to_pylist())
     is_missing = compute.or_(is_missing, compute.equal(stripped, "").fill_null(False))
-    return CleanValues(compute.if_else(is_missing, arrow.scalar(None, stripped.type), stripped), missing, has_blanks)
+    return CleanValues(compute.if_else(is_missing, arrow.scalar(None, stripped.type), stripped), texts, has_blanks)
 
 
 def reveals_label(array: Any, labels: NDArray[np.bool_], *, is_typed: bool) -> bool:
@@ -215,6 +236,24 @@ def _number_kind(numbers: Any) -> Kind:
     if not np.isfinite(values).all():
         return "text"
     return "integer" if np.all(values == np.floor(values)) else "real"
+
+
+def _numbers_in(counts: Any) -> NumbersInText | None:
+    """Return the numbers among texts, given with their counts in descending order; None: some are codes, as 007 is."""
+    compute = pyarrow_for("reading data").compute
+    texts, numbers = counts.field("values"), np.asarray(counts.field("counts"))
+    if compute.any(compute.match_substring_regex(texts, _CODE)).as_py():
+        return None
+    is_number = compute.match_substring_regex(texts, _NUMBER)
+    has_comma = compute.match_substring_regex(texts, _DECIMAL_COMMA)
+    with_comma = texts.filter(has_comma)
+    return NumbersInText(
+        share=float(numbers[np.asarray(is_number)].sum() / numbers.sum()),
+        num_distinct=compute.sum(is_number).as_py(),
+        words=tuple(texts.filter(compute.invert(is_number))[:_NUM_SHOWN].to_pylist()),
+        comma_share=float(numbers[np.asarray(has_comma)].sum() / numbers.sum()),
+        with_comma=with_comma[0].as_py() if len(with_comma) else "",
+    )
 
 
 def _number_facts(numbers: Any) -> dict[str, Any]:

@@ -146,11 +146,18 @@ class Progress:
             self._record.log(numbers)
 
     def report_evaluation(
-        self, step: int, metrics: Mapping[str, float], *, is_best: bool | None = None, seconds: float = 0.0
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        *,
+        is_best: bool | None = None,
+        best_by: str | None = None,
+        seconds: float = 0.0,
     ) -> None:
         """Report the metrics of an evaluation now, with the steps since the last report. `Validation` calls this.
 
         is_best: whether it is the best so far; None: not known.
+        best_by: the metric that decides which evaluation is the best, shown beside the best one.
         seconds: how long the evaluation took, which does not count for the throughput of training.
         """
         if self._closed:
@@ -158,7 +165,8 @@ class Progress:
         self._meter.leave_out(seconds)
         if self._record is not None:
             self._record.add_evaluation(self._clock(), step, metrics, is_best, seconds)
-        self._report(self._clock(), {"step": step, "validation": dict(metrics), "is_best": is_best})
+        evaluation = {"step": step, "validation": dict(metrics), "is_best": is_best, "best_by": best_by}
+        self._report(self._clock(), evaluation)
 
     def close(self) -> None:
         """Report the steps since the last report and close the sinks."""

@@ -117,6 +117,8 @@ class Report:
     """Metrics of an evaluation at this step, if there was one."""
     is_best: bool | None = None
     """Whether that evaluation is the best so far."""
+    best_by: str | None = None
+    """The metric that decides which evaluation is the best."""
     logged: Mapping[str, float] = field(default_factory=dict)
     """The script's own numbers: the mean of each over the interval."""
 
@@ -232,7 +234,8 @@ def _phrases(report: Report) -> list[str]:
     phrases = [f"step {report.step:,}" + (f" of {report.end_step:,}" if report.end_step else "")]
     if report.validation:
         metrics = " ".join(f"{name} {value:.4f}" for name, value in report.validation.items())
-        phrases.append(f"validation {metrics}{' (best)' if report.is_best else ''}")
+        by = "" if report.best_by is None else f" {report.best_by}"
+        phrases.append(f"validation {metrics}{f' (best{by})' if report.is_best else ''}")
     phrases.append(f"{short(report.samples)} samples in {_clock(report.seconds)}{left}")
     if report.validation:
         return phrases  # the next line has the numbers of training

@@ -23,6 +23,8 @@ _MAX_PROCESSES = 16  # one machine has at most so many of a role
 _TRAINERS = (1, 2, 4, 8, 16)  # on a machine without GPUs
 _MAX_FACTOR = 8.0  # by which machines are added at once
 _LEAST_RATE = 1e-6  # a fraction of the requested rate
+_BATCH_FACTORS = (2, 4, 8, 16)  # by which a larger batch is tried
+_LEAST_GAIN = 1.05  # in rate, for which a larger batch is worth a line
 _RATE_STEP = 1.01  # how exactly the fastest layout is found
 
 
@@ -78,6 +80,21 @@ def exhausted(layout: Layout) -> list[MachineType]:
     used = layout.machines_by_type
     types = {pool.machine.name: pool.machine for pool in layout.pools}
     return [machine for name, machine in types.items() if used[name] >= machine.available]
+
+
+def larger_batch(estimate: Estimate) -> Estimate | None:
+    """Return the layout with the least of some larger batches that reaches the requested rate; if none does, with the
+    fastest one; None if they help little."""
+    workload, best = estimate.workload, None
+    least = _LEAST_GAIN * estimate.samples_per_second
+    for factor in _BATCH_FACTORS:
+        training = replace(workload.training, batch_size=factor * workload.training.batch_size)
+        larger = replace(estimate, workload=replace(workload, training=training))
+        if larger.reaches(least):
+            best, least = larger, larger.samples_per_second
+            if least >= training.samples_per_second:
+                break
+    return best
 
 
 class _Search:

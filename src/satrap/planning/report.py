@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from satrap.planning.machines import ROLES, Layout, Pool, Request
-from satrap.planning.planner import Plan, exhausted
+from satrap.planning.planner import Plan, exhausted, larger_batch
 
 _SHOWN_BOUNDS = 6
 _SHOWN_TABLES = 12
@@ -118,7 +118,9 @@ def _bounds(plan: Plan) -> Iterator[str]:
     )
     first = plan.estimate.bounds[0]
     ratio = first.samples_per_second / requested
-    permits = f"{ratio:.2f} times the requested rate" if ratio >= 1 else f"{ratio:.0%} of the requested rate"
+    permits = (
+        f"{ratio:.2f} times the requested rate" if ratio >= 1 else f"{_percent_below(ratio)} of the requested rate"
+    )
     yield f"bound by {first.name}: it permits {permits}"
 
 
@@ -168,15 +170,23 @@ def _advice(plan: Plan) -> Iterator[str]:
     yield ""
     yield (
         f"NOT MET  no plan reaches {amount(requested)} samples/s; this one reaches {amount(reached)} "
-        f"({reached / requested:.0%})"
+        f"({_percent_below(reached / requested)})"
     )
     for machine in exhausted(estimate.layout):
         yield f"change   make more than {machine.available} {machine.name} available"
     yield f"change   add a machine type for {tight.role}s with more of what bounds it ({tight.name})"
+    if tight.role == "trainer" and (larger := larger_batch(estimate)) is not None:
+        batch, rate = larger.workload.training.batch_size, larger.samples_per_second
+        yield f"change   use batches of {batch:,} samples: these machines then reach {amount(rate)} samples/s"
     if training.staleness == 0:
         yield "change   train with staleness 1 or more, which overlaps lookups, updates and the dense network"
     if training.wire == "float32" and estimate.layout.count("server"):
         yield 'change   send rows in half the bytes: wire="float16"'
+
+
+def _percent_below(ratio: float) -> str:
+    """Return a ratio below 1 as a percentage that is not rounded up to 100."""
+    return f"{math.floor(100 * ratio)}%"
 
 
 def _processes(plan: Plan) -> dict[str, dict[str, Any]]:

@@ -342,12 +342,12 @@ class PendingCall:
         self.unwarned_since = math.inf
         late = f"{self._no_connection_message(seconds)} It"
         if self.schedule.num_sent:
-            late = f"{self._method.name} at {self.channel.address}: the connection was lost. A new one"
+            late = f"{self._method.action} at {self.channel.address}: the connection was lost. A new one"
         lost = event("peer_lost", peer=self.channel.address, method=self._method.name)
         _LOG.warning("%s is waited for until %g s have passed", late, self.seconds, extra=lost)
 
     def _no_connection_message(self, seconds: float) -> str:
-        where = f"{self._method.name} at {self.channel.address}"
+        where = f"{self._method.action} at {self.channel.address}"
         same = (
             "does it have keys of the same `satrap keys`"
             if self.channel.has_keys
@@ -356,7 +356,7 @@ class PendingCall:
         return f"{where}: no connection within {seconds:g} s; is a server running there, and {same}?"
 
     def _timeout_message(self) -> str:
-        where, sent = f"{self._method.name} at {self.channel.address}", self.schedule.num_sent
+        where, sent = f"{self._method.action} at {self.channel.address}", self.schedule.num_sent
         if not sent:
             return self._no_connection_message(self.seconds)
         busy = f", {self.schedule.num_busy} times refused as busy" if self.schedule.num_busy else ""

@@ -41,6 +41,11 @@ class Method:
     num_positional: int
     """Number of positional parameters; the others are keyword-only."""
 
+    @property
+    def action(self) -> str:
+        """What the method does, in words for messages to users: "get shard map"."""
+        return self.name.rpartition(".")[2].replace("_", " ")
+
     def __str__(self) -> str:
         taken = [f"{name}: {kind}" for name, kind in zip(self.names, self.parameters, strict=True)]
         parts = ", ".join(["Origin"] * self.takes_origin + taken)

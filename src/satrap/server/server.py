@@ -323,6 +323,7 @@ class Server:
             new_state.engine.begin_attempt(origin.attempt)
             answer = self._fill_tables(new_state, chains) if chains else True
             new_state.restored = origin.map_version, answer
+            new_state.restore_folders = tuple(chain[-1] for chain in folders)
             self._fence.state = new_state
             return answer
 

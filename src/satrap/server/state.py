@@ -139,6 +139,8 @@ class ServerState:
     tables: it keeps files open that a later save may remove."""
     cut: HeldCut | None = None
     """The last cut that was taken."""
+    restore_folders: tuple[str, ...] = ()
+    """For each table, the newest folder that a restore read it from, for the status."""
     restored: tuple[int, bool] | None = None
     """The map version under which a restore started this attempt, and what it returned."""
     participant: MigrationParticipant = field(init=False)

@@ -72,6 +72,7 @@ def _state_of(state: ServerState) -> dict[str, Any]:
         "tables": {name: table.stats() for name, table in state.tables.items()},
         "snapshots": transfers_of(state.tables).to_dict(),
         "save_folders": sorted(set(dict(state.save_folders).values())),
+        "restore_folders": list(state.restore_folders),
         "staleness": {str(trainer): steps for trainer, steps in dict(state.staleness).items()},
         "missed_updates": {str(others): updates for others, updates in dict(state.missed).items()},
         "buckets": {

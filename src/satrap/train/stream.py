@@ -302,6 +302,9 @@ class Stream(Iterator[Batch]):
 
     def _close(self, why: str = "this stream was closed") -> None:
         if self._ended_because is None:
+            skipped = getattr(self._inputs, "skipped_rows", SkippedRows())
+            if self._train and skipped.total > skipped.short:  # short batches are left out by request
+                _LOG.warning("%s samples of the source were not trained on: %s", f"{skipped.total:,}", skipped)
             with Uninterrupted():
                 self._ended_because = why
                 self._drop_all(why)
@@ -414,9 +417,6 @@ class Stream(Iterator[Batch]):
         """End the iteration; batches that were returned may still be stepped."""
         ledger = self._ledger
         ledger.has_ended = True
-        skipped_rows = getattr(self._inputs, "skipped_rows", SkippedRows())
-        if self._train and skipped_rows.total > skipped_rows.short:  # short batches are left out by request
-            _LOG.warning("%s samples of the source were not trained on: %s", f"{skipped_rows.total:,}", skipped_rows)
         self._pipeline.drain()
         self._drop([batch for batch in ledger.held() if batch.is_released_unused], "unused", "it was released unused")
         unstepped = ledger.unstepped()

@@ -129,7 +129,8 @@ class Validation:
         else:
             self.num_worse += 1
         if progress is not None:
-            progress.report_evaluation(step, self.metrics, is_best=is_best, seconds=time.monotonic() - start)
+            seconds = time.monotonic() - start
+            progress.report_evaluation(step, self.metrics, is_best=is_best, best_by=self._metric, seconds=seconds)
         if is_best and checkpoint is not None:
             checkpoint.save(best=True)
         return is_best

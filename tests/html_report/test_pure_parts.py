@@ -24,7 +24,7 @@ from satrap.html_report.chart import (
 )
 from satrap.html_report.figures import bins
 from satrap.html_report.markup import element, escape, json_script
-from satrap.html_report.run_records import Interval, Loop, Point, RunRecords, Series, cuts, rates, series_of
+from satrap.html_report.run_records import Loop, Point, RunRecords, Series, cuts, rates, series_of
 from satrap.html_report.summary import warnings
 
 numbers = st.floats(-1e12, 1e12)
@@ -107,16 +107,16 @@ def test_bins_lose_nothing(counts: dict[int, int], limit: int) -> None:
 # -- axes and numbers --------------------------------------------------------------------------------------------------
 
 
-@given(st.lists(numbers, max_size=20), st.booleans(), st.booleans(), st.booleans())
-def test_an_axis_holds_its_values(values: list[float], from_zero: bool, is_snug: bool, is_whole: bool) -> None:
-    found = axis(values, 50, 500, from_zero=from_zero, is_snug=is_snug, is_whole=is_whole)
+@given(st.lists(numbers, max_size=20), st.booleans(), st.booleans())
+def test_an_axis_holds_its_values(values: list[float], from_zero: bool, is_steps: bool) -> None:
+    found = axis(values, 50, 500, from_zero=from_zero, is_steps=is_steps)
     room = 0.1 + 1e-6
     assert all(50 - room <= found.at(value) <= 500 + room for value in values)
     assert all(50 - room <= found.at(tick) <= 500 + room for tick in found.ticks)
     assert len(found.ticks) <= 9 and list(found.ticks) == sorted(set(found.ticks))
     if from_zero:
         assert found.low <= 0 <= found.high
-    if is_whole:
+    if is_steps:
         assert all(float(tick).is_integer() for tick in found.ticks)
     at = [found.at(value) for value in sorted(values)]
     assert at == sorted(at)
@@ -180,8 +180,8 @@ def test_data_blocks_hold_any_text(text: str) -> None:
 
 @given(hostile, hostile)
 def test_charts_hold_any_text(name: str, title: str) -> None:
-    line = LineChart(title=title, y=name, note=name, series=[Series(name=name, points=[(1, 2.0), (2, 3.0)])] * 2)
-    bars = BarChart(title=title, header=(name, name, name), groups={"": [(name, 1.0, name)]}, absent="", note=name)
+    line = LineChart(title=title, y=name, notes=[name], series=[Series(name=name, points=[(1, 2.0), (2, 3.0)])] * 2)
+    bars = BarChart(title=title, header=(name, name, name), groups={"": {name: (1.0, name)}}, absent="", notes=[name])
     charts: list[LineChart | BarChart] = [line, bars]
     for chart in charts:
         found, expected = Reader(draw(chart)), Reader(draw(_renamed(chart)))
@@ -189,12 +189,11 @@ def test_charts_hold_any_text(name: str, title: str) -> None:
 
 
 def _renamed(chart: LineChart | BarChart) -> LineChart | BarChart:
+    notes = ["n"] if chart.notes[0] else []
     if isinstance(chart, LineChart):
         series = [Series(name="n", points=each.points) for each in chart.series]
-        return LineChart(title="t", y="n", note="n" if chart.note else "", series=series)
-    return BarChart(
-        title="t", header=("n", "n", "n"), groups={"": [("n", 1.0, "n")]}, absent="", note="n" if chart.note else ""
-    )
+        return LineChart(title="t", y="n", notes=notes, series=series)
+    return BarChart(title="t", header=("n", "n", "n"), groups={"": {"n": (1.0, "n")}}, absent="", notes=notes)
 
 
 def test_controls_and_surrogates_are_replaced() -> None:
@@ -207,13 +206,12 @@ def test_controls_and_surrogates_are_replaced() -> None:
 
 def loop(rank: int, launch: int, first: int, lengths: list[int]) -> Loop:
     """Return a loop with intervals of so many steps, of one second a step and 10 samples."""
-    found = Loop(rank=rank, launch=(launch, 0))
+    found = Loop(rank=rank, launch=launch)
     done = 0
     for steps in lengths:
         done += steps
-        found.intervals.append(
-            Interval(float(done), float(done), float(steps), first + done - 1, steps, 10 * done, 10.0)
-        )
+        place = {"first_step": first + done - steps, "step": first + done - 1, "steps": steps}
+        found.intervals.append({"at": done, "seconds": done, "trained": steps, "rate": 10.0, **place})
     return found
 
 
@@ -223,15 +221,15 @@ lengths = st.lists(st.integers(1, 9), min_size=1, max_size=8)
 @given(st.lists(st.tuples(st.integers(1, 40), lengths), min_size=1, max_size=4))
 def test_each_step_counts_once(drawn: list[tuple[int, list[int]]]) -> None:
     loops = [loop(0, launch, first, steps) for launch, (first, steps) in enumerate(drawn, 1)]
-    of_loops = [[(float(one.step), float(each.launch[0])) for one in each.intervals] for each in loops]
+    of_loops = [[(float(one["step"]), float(each.launch)) for one in each.intervals] for each in loops]
     curve = series_of("loss", loops, of_loops)
     kept, superseded = curve.points, curve.superseded
     steps = [step for step, value in kept if value is not None]
     assert steps == sorted(set(steps)), "no step is drawn twice"
     ends = [
-        (cut - 1, float(each.launch[0]))
+        (cut - 1, float(each.launch))
         for each, cut in zip(loops, cuts(loops), strict=True)
-        if any(one.first_step < cut <= one.step for one in each.intervals)
+        if any(one["first_step"] < cut <= one["step"] for one in each.intervals)
     ]
     assert Counter(p for p in (*kept, *superseded) if p[1] is not None) == Counter(
         point for points in [*of_loops, ends] for point in points
@@ -262,5 +260,5 @@ def test_the_rate_of_all_trainers_is_the_sum(one: list[int], other: list[int], t
     again = [loop(rank, 2, total + 1, other) for rank in range(trainers)]
     for launch in (each, again):
         found = rates(each + again, launch[0])
-        assert [step for step, _ in found] == [interval.step for interval in launch[0].intervals]
+        assert [step for step, _ in found] == [interval["step"] for interval in launch[0].intervals]
         assert {rate for _, rate in found} == {10.0 * trainers}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from html.parser import HTMLParser
 from itertools import groupby, pairwise
@@ -12,10 +13,11 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from satrap.html_report.chart import (
-    BarChart,
     LineChart,
+    Listing,
     averaged,
     axis,
+    bar,
     draw,
     evenly,
     number,
@@ -90,6 +92,19 @@ def test_figures_are_evenly_spaced_points(drawn: list[Point], limit: int) -> Non
     assert len(picked) == min(limit, len(drawn))
     if drawn:
         assert (picked[0], picked[-1]) == (drawn[0], drawn[-1])
+
+
+def test_figures_are_the_last_values_until_a_curve_ends() -> None:
+    one = Series(name="one", points=[(1, 10.0), (3, 30.0)])
+    two = Series(name="two", points=[(2, 5.0), (4, None), (4, 6.0), (5, None)])
+    cells = re.findall(r"<td>(.*?)</td>", draw(LineChart(title="t", y="y", series=[one, two])))
+    rows = [cells[begin : begin + 3] for begin in range(0, len(cells), 3)]
+    assert rows == [["1", "10", ""], ["2", "10", "5"], ["3", "30", "5"], ["4", "", "6"], ["5", "", "not finite"]]
+
+
+def test_a_long_table_says_that_it_is_cut() -> None:
+    text = draw(Listing("t", ("n",), [(index,) for index in range(205)], "All."))
+    assert "All. These are the first 200 of 205." in text and text.count("<tr>") == 201
 
 
 @given(st.dictionaries(st.integers(0, 500), st.integers(1, 10**9), max_size=30), st.integers(1, 40))
@@ -179,21 +194,20 @@ def test_data_blocks_hold_any_text(text: str) -> None:
 
 
 @given(hostile, hostile)
-def test_charts_hold_any_text(name: str, title: str) -> None:
+def test_charts_and_tables_hold_any_text(name: str, title: str) -> None:
     line = LineChart(title=title, y=name, notes=[name], series=[Series(name=name, points=[(1, 2.0), (2, 3.0)])] * 2)
-    bars = BarChart(title=title, header=(name, name, name), groups={"": {name: (1.0, name)}}, absent="", notes=[name])
-    charts: list[LineChart | BarChart] = [line, bars]
-    for chart in charts:
-        found, expected = Reader(draw(chart)), Reader(draw(_renamed(chart)))
+    rows = Listing(title, (name, name), [(name, bar(0.5, 0))], name)
+    parts: list[LineChart | Listing] = [line, rows]
+    for part in parts:
+        found, expected = Reader(draw(part)), Reader(draw(_renamed(part)))
         assert [tag for tag, _ in found.elements] == [tag for tag, _ in expected.elements]
 
 
-def _renamed(chart: LineChart | BarChart) -> LineChart | BarChart:
-    notes = ["n"] if chart.notes[0] else []
-    if isinstance(chart, LineChart):
-        series = [Series(name="n", points=each.points) for each in chart.series]
-        return LineChart(title="t", y="n", notes=notes, series=series)
-    return BarChart(title="t", header=("n", "n", "n"), groups={"": {"n": (1.0, "n")}}, absent="", notes=notes)
+def _renamed(part: LineChart | Listing) -> LineChart | Listing:
+    if isinstance(part, Listing):
+        return Listing("t", ("n", "n"), [("n", bar(0.5, 0))], "n" if part.note else "")
+    series = [Series(name="n", points=each.points) for each in part.series]
+    return LineChart(title="t", y="n", notes=["n"] if part.notes[0] else [], series=series)
 
 
 def test_controls_and_surrogates_are_replaced() -> None:

@@ -351,7 +351,7 @@ def test_runs_with_different_charts_are_compared(tmp_path: Path) -> None:
 
 
 def test_the_code_of_the_latest_launch_is_listed(tmp_path: Path) -> None:
-    def code() -> list[Sequence[tuple[object, ...]]]:
+    def code() -> list[Sequence[Sequence[object]]]:
         return [each.rows for each in listings(read_run(tmp_path)) if each.title == "Code"]
 
     write(tmp_path, "trainer-0", start("a", settings={"rank": 0}))

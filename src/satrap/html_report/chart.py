@@ -1,4 +1,4 @@
-"""Charts as SVG or rows of bars, with their figures. Pure: values in, markup out; the page's style has the colours.
+"""Charts as SVG with their figures, and tables. Pure: values in, markup out; the page's style has the colours.
 
 A chart is 560 wide and is scaled to its column. The colours of series are those of the classes c0 to c5, their dashes
 those of d0 to d5; the data for the tooltip is a JSON block behind the SVG.
@@ -20,7 +20,7 @@ MAX_SERIES = 6
 MAX_POINTS = 1000
 """Points of all curves of a chart."""
 _WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM, _HEIGHT = 560, 62, 546, 36, 242, 284
-_TABLE_ROWS, _MAX_DOTS = 12, 40
+_NUM_FIGURES, _MAX_DOTS, _MAX_ROWS = 12, 40, 200
 _MIN_AVERAGED = 20
 """Points of a curve that is drawn as its moving average."""
 _WINDOW, _NUM_PLACES = 0.05, 160
@@ -49,33 +49,47 @@ class LineChart:
     """Steps that have a vertical line, by their kind in `_MARKS`."""
 
 
-@dataclass(slots=True, kw_only=True)
-class BarChart:
-    """A row with a bar for each of some categories."""
+@dataclass(slots=True)
+class Listing:
+    """A table, or the sentence that stands for it."""
 
     title: str
-    header: tuple[str, str, str]
-    """What a category, a bar's length and the further column are."""
-    groups: Mapping[str, Mapping[str, tuple[float, str]]]
-    """By the name of each run and by category: the value, and the text in the further column."""
-    absent: str
-    notes: list[str]
+    header: Sequence[str]
+    rows: Sequence[Sequence[object]]
+    note: str = ""
+    style: str | None = None
+    """Class of the table."""
 
 
-def draw(chart: LineChart | BarChart) -> Markup:
-    """Return a chart with its title, legend, note and figures; without values, its title and a sentence."""
-    samples, content = _bars(chart) if isinstance(chart, BarChart) else _curves(chart)
-    legend = element("ul", *samples, class_="legend") if samples else ""
-    text = " ".join(chart.notes) if content else chart.absent
-    note = element("p", text, class_="note") if text else ""
-    return element("section", element("h3", chart.title), legend, *content[:1], note, *content[1:], class_="chart")
+def draw(part: LineChart | Listing) -> Markup:
+    """Return a section of the page: a chart with its legend, note and figures, or a table with its note."""
+    content = _curves(part) if isinstance(part, LineChart) else _rows(part)
+    return element("section", element("h3", part.title), *content)
 
 
-def _curves(chart: LineChart) -> tuple[list[Markup], list[Markup]]:
-    """Return the entries of the legend, and the plot and its figures; nothing if there is no value."""
+def _rows(listing: Listing) -> list[Markup]:
+    """Return the note and the table."""
+    rows, note = listing.rows[:_MAX_ROWS], listing.note
+    if len(rows) < len(listing.rows):
+        note += f" These are the first {len(rows)} of {len(listing.rows):,}."
+    return [*_note(note), *([table(listing.header, rows, listing.style)] if rows else [])]
+
+
+def _note(text: str) -> list[Markup]:
+    return [element("p", text, class_="note")] if text else []
+
+
+def bar(share: float, place: int) -> Markup:
+    """Return a bar that fills this share of its cell, in the colour of this place."""
+    line = element("path", d=f"M0 5H{100 * share:.4g}", class_=f"bar c{place}")
+    return element("svg", line, viewBox="0 0 100 9", preserveAspectRatio="none", aria_hidden="true")
+
+
+def _curves(chart: LineChart) -> list[Markup]:
+    """Return the legend, the plot, the note and the figures; without values, the sentence that stands for them."""
     parts = [points for curve in chart.series for points in (curve.points, curve.superseded) if points]
     if all(y is None for points in parts for _, y in points):
-        return [], []
+        return _note(chart.absent)
     xs = [x for points in parts for x, _ in points]
     is_averaged = chart.is_averaged and max(len(curve.points) for curve in chart.series) >= _MIN_AVERAGED
     window = _WINDOW * (max(xs) - min(xs)) if is_averaged else 0.0
@@ -97,7 +111,8 @@ def _curves(chart: LineChart) -> tuple[list[Markup], list[Markup]]:
         paths.append((_line(drawn.superseded, across, up), f"curve old {curve.look}"))
         paths.append((_line(drawn.points, across, up), f"curve {curve.look}"))
     shapes = [element("path", d=path, class_=style) for path, style in paths if path]
-    return _legend(shown, window, marks), [_plot(chart, across, up, shapes, shown), _figures(chart)]
+    plot = _plot(chart, across, up, shapes, shown)
+    return [*_legend(shown, window, marks), plot, *_note(" ".join(chart.notes)), _figures(chart)]
 
 
 def _plot(chart: LineChart, across: "Axis", up: "Axis", shapes: Sequence[Markup], shown: Sequence[Series]) -> Markup:
@@ -123,7 +138,7 @@ def _plot(chart: LineChart, across: "Axis", up: "Axis", shapes: Sequence[Markup]
 
 
 def _legend(shown: Sequence[Series], window: float, marks: Mapping[str, Sequence[float]]) -> list[Markup]:
-    """Return an entry for each curve, if there are several, for the moving average, the superseded parts and marks."""
+    """Return the legend: of each curve, if there are several, of the moving average, superseded parts and marks."""
     look = shown[0].look
     samples = [_sample(curve.name, (_LINE, f"curve {curve.look}")) for curve in shown if len(shown) > 1]
     if window:
@@ -131,7 +146,8 @@ def _legend(shown: Sequence[Series], window: float, marks: Mapping[str, Sequence
         samples.append(_sample(f"interval; mean over {window:.3g} steps", dots, (_LINE, f"curve {look}")))
     if any(curve.superseded for curve in shown):
         samples.append(_sample("trained again later", (_LINE, f"curve old {look}")))
-    return samples + [_sample(_MARKS[kind], ("M13 0V10", f"mark {kind}")) for kind, places in marks.items() if places]
+    samples += [_sample(_MARKS[kind], ("M13 0V10", f"mark {kind}")) for kind, places in marks.items() if places]
+    return [element("ul", *samples, class_="legend")] if samples else []
 
 
 def _sample(text: str, *paths: tuple[str, str]) -> Markup:
@@ -139,27 +155,6 @@ def _sample(text: str, *paths: tuple[str, str]) -> Markup:
     shapes = [element("path", d=path, class_=style) for path, style in paths]
     sample = element("svg", *shapes, width=26, height=10, viewBox="0 0 26 10", aria_hidden="true")
     return element("li", sample, element("span", text))
-
-
-def _bars(chart: BarChart) -> tuple[list[Markup], list[Markup]]:
-    """Return the entries of the legend, and the rows of bars, which are their own figures; nothing if there is none."""
-    groups = list(chart.groups.values())
-    if not any(groups):
-        return [], []
-    largest = max(value for bars in groups for value, _ in bars.values()) or 1.0
-    size = {"viewBox": f"0 0 100 {9 * len(groups)}", "preserveAspectRatio": "none", "aria_hidden": "true"}
-    rows = []
-    for name in dict.fromkeys(name for bars in groups for name in bars):
-        texts, shapes = [], []
-        for place, bar in enumerate(bars.get(name) for bars in groups):
-            texts += ["", ""] if bar is None else [number(bar[0]), bar[1]]
-            end = 0.0 if bar is None else 100 * bar[0] / largest
-            shapes.append(element("path", d=f"M0 {9 * place + 5}H{end:.4g}", class_=f"bar c{place}"))
-        rows.append((name, *texts, element("svg", *shapes, **size)))
-    category, *columns = chart.header
-    titles = [f"{text}, {run}" if run else text for run in chart.groups for text in columns]
-    samples = [_sample(run, (_LINE, f"bar c{place}")) for place, run in enumerate(chart.groups) if run]
-    return samples, [table((category, *titles, ""), rows, "bars numbers")]
 
 
 def _line(points: Sequence[Point], across: "Axis", up: "Axis") -> str:
@@ -174,7 +169,7 @@ def _line(points: Sequence[Point], across: "Axis", up: "Axis") -> str:
 
 def _figures(chart: LineChart) -> Markup:
     """Return the table of the values at some steps."""
-    steps = evenly(sorted({x for curve in chart.series for x, _ in curve.points}), _TABLE_ROWS)
+    steps = evenly(sorted({x for curve in chart.series for x, _ in curve.points}), _NUM_FIGURES)
     names = [curve.name for curve in chart.series] if len(chart.series) > 1 else [chart.y]
     rows = [(number(step), *(_figure(curve.points, step) for curve in chart.series)) for step in steps]
     return element("details", element("summary", "Figures"), table(("step", *names), rows))
@@ -273,12 +268,11 @@ def axis(values: Iterable[float], begin: float, end: float, *, from_zero: bool =
 def tick_texts(ticks: Sequence[float]) -> list[str]:
     """Return the texts of an axis's ticks: as few digits as tell them apart."""
     step = ticks[1] - ticks[0] if len(ticks) > 1 else abs(ticks[0]) or 1.0
-    rounded = [0.0 if abs(tick) < step / 1e6 else tick for tick in ticks]
-    if max(map(abs, rounded)) >= 10_000:
-        texts = [short(tick) for tick in rounded]
-        return texts if len(set(texts)) == len(texts) else [f"{tick:,.0f}" for tick in rounded]
+    if max(map(abs, ticks)) >= 10_000:
+        texts = [short(tick) for tick in ticks]
+        return texts if len(set(texts)) == len(texts) else [f"{tick:,.0f}" for tick in ticks]
     digits = max(0, -math.floor(math.log10(step) + 1e-9))
-    return [f"{tick:,.{digits}f}" if digits < 7 else f"{tick:.3g}" for tick in rounded]
+    return [f"{tick:,.{digits}f}" if digits < 7 else f"{tick:.3g}" for tick in ticks]
 
 
 def number(value: float | None) -> str:

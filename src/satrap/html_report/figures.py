@@ -7,7 +7,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from satrap.html_report.chart import MAX_SERIES, BarChart, LineChart, number
+from satrap.html_report.chart import MAX_SERIES, LineChart, Listing, bar, number
 from satrap.html_report.run_records import Loop, Point, RunRecords, Series
 
 Bars = dict[str, tuple[float, str]]
@@ -17,15 +17,13 @@ _WITHOUT = "No {} recorded: Progress was created without embeddings."
 _NO_METRIC = "No evaluation was recorded: satrap.Validation reports one, or Progress.report_evaluation."
 
 
-def charts_of(runs: Mapping[str, RunRecords]) -> dict[str, list[LineChart | BarChart]]:
+def charts_of(runs: Mapping[str, RunRecords]) -> dict[str, list[LineChart | Listing]]:
     """Return all charts in their order, by the heading above them. Of two runs each chart shows both, in a colour for
     each. runs: by the name in legends and notes; that of a run alone is empty."""
     lines = partial(_lines, runs)
-    window = max(
-        (y for run in runs.values() for one in run.curves.get("window", ()) for _, y in one.points if y), default=0
-    )
+    window = max((curve.last for run in runs.values() for curve in run.curves.get("window", ())), default=0)
     num_trainers = max(len(run.by_rank) for run in runs.values())
-    charts: list[LineChart | BarChart] = [
+    charts: list[LineChart | Listing] = [
         lines("Loss", "loss", y="loss, mean of an interval", is_averaged=True,
               absent="No loss was given to Progress.step(loss=...)."),
         lines("AUC in training", "auc", y=f"AUC of the last {window:,.0f} samples", is_averaged=True,
@@ -52,7 +50,7 @@ def charts_of(runs: Mapping[str, RunRecords]) -> dict[str, list[LineChart | BarC
               absent=_WITHOUT.format("gradient norm was")),
     ]  # fmt: skip
     logged = _each(runs, "logged", lambda name: lines(name, "logged", name, y="", is_averaged=True))
-    shown = [chart for chart in charts if isinstance(chart, BarChart) or chart.series or chart.absent]
+    shown = [chart for chart in charts if isinstance(chart, Listing) or chart.series or chart.absent]
     return {"Training": shown, "Numbers of the script": [*logged]}
 
 
@@ -122,18 +120,31 @@ def _validation(runs: Mapping[str, RunRecords], name: str) -> LineChart:
 
 def _marks(loops: Sequence[Loop]) -> dict[str, list[float]]:
     """Return the first step of each launch but the first, and of each epoch that began in the loops of a trainer."""
-    pairs = [(one, two) for one, two in pairwise(loops) if two.intervals and one.launch != two.launch]
+    resumed = [two for one, two in pairwise(loops) if two.intervals and one.launch != two.launch]
     epochs = sorted({float(step) for loop in loops for line in loop.intervals for step in line.get("epochs", ())})
-    return {"launch": [float(two.intervals[0]["first_step"]) for _, two in pairs], "epoch": epochs}
+    return {"launch": [float(loop.intervals[0]["first_step"]) for loop in resumed], "epoch": epochs}
 
 
 def _bars(
-    runs: Mapping[str, RunRecords], bars_of: Callable[[RunRecords], tuple[Bars, str]], note: str, **options: Any
-) -> BarChart:
-    """Return a chart of the bars of all runs, with the notes on them."""
-    bars = {name: bars_of(run) for name, run in runs.items()}
-    notes = [f"{name}: {text}" if name else text for name, (counted, text) in bars.items() if counted]
-    return BarChart(groups={name: counted for name, (counted, _) in bars.items()}, notes=[*notes, note], **options)
+    runs: Mapping[str, RunRecords],
+    bars_of: Callable[[RunRecords], tuple[Bars, str]],
+    title: str,
+    header: tuple[str, str, str],
+    note: str,
+    absent: str,
+) -> Listing:
+    """Return a table with a bar for each category of each run. header: what categories, bars and further texts are."""
+    counted = {name: bars_of(run) for name, run in runs.items()}
+    largest = max((value for bars, _ in counted.values() for value, _ in bars.values()), default=0.0) or 1.0
+    rows = []
+    for category in dict.fromkeys(category for bars, _ in counted.values() for category in bars):
+        for place, (name, (bars, _)) in enumerate(counted.items()):
+            if category in bars:
+                value, text = bars[category]
+                rows.append((category, *filter(None, [name]), number(value), text, bar(value / largest, place)))
+    notes = [f"{name}: {text}" if name else text for name, (bars, text) in counted.items() if bars]
+    columns = (header[0], *(["run"] if len(runs) > 1 else []), *header[1:], "")
+    return Listing(title, columns, rows, " ".join([*notes, note]) if rows else absent, "bars numbers")
 
 
 def _staleness(run: RunRecords) -> tuple[Bars, str]:

@@ -13,9 +13,8 @@ from pathlib import Path
 from satrap.html_report import summary
 from satrap.html_report.chart import MAX_POINTS, draw
 from satrap.html_report.figures import charts_of
-from satrap.html_report.markup import Markup, element, table
+from satrap.html_report.markup import Markup, element
 from satrap.html_report.run_records import RunRecords
-from satrap.html_report.summary import Listing
 
 _STYLE, _SCRIPT = (Path(__file__).with_name(f"page.{end}").read_text(encoding="utf-8") for end in ("css", "js"))
 _FOOTER = (
@@ -38,11 +37,11 @@ def page(runs: Sequence[RunRecords], now: float) -> str:
         if charts:
             parts += [element("h2", heading), element("div", *map(draw, charts), class_="charts")]
     if not is_alone:
-        parts.append(_listing(summary.differences(*runs)))
+        parts.append(draw(summary.differences(*runs)))
     for run in runs:
         of_run = "" if is_alone else f" of {run.name}"
-        parts += [element("h2", f"Run{of_run}"), _listing(summary.events(run))]
-        parts += [element("h2", f"Settings and tables{of_run}"), *map(_listing, summary.listings(run))]
+        parts += [element("h2", f"Run{of_run}"), draw(summary.events(run))]
+        parts += [element("h2", f"Settings and tables{of_run}"), *map(draw, summary.listings(run))]
     head = element(
         "head",
         element("meta", charset="utf-8"),
@@ -78,12 +77,3 @@ def _policy() -> str:
     style, script = (f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
     allowed = f"style-src {style}; script-src {script}; img-src data:"
     return f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'"
-
-
-def _listing(listing: Listing) -> Markup:
-    shown, note = listing.rows[: summary.MAX_ROWS], listing.note
-    if len(shown) < len(listing.rows):
-        note += f" These are the first {len(shown)} of {len(listing.rows):,}."
-    parts = [element("p", note, class_="note")] if note else []
-    parts += [table(listing.header, shown, listing.style)] if shown else []
-    return element("section", element("h3", listing.title), *parts, class_="listing")

@@ -3,30 +3,16 @@ settings. Pure."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from satrap.byte_sizes import format_bytes
-from satrap.html_report.chart import number
+from satrap.html_report.chart import Listing, number
 from satrap.html_report.run_records import Loop, RunRecords, cuts
 from satrap.monitor.report import short
 
-MAX_ROWS = 200
-"""Rows of a listing that the page shows."""
+_MAX_EVENTS = 200
 _MAX_VALUE = 300  # characters of a setting
-
-
-@dataclass(slots=True)
-class Listing:
-    """A table of the page, or the sentence that stands for it."""
-
-    title: str
-    header: tuple[str, ...]
-    rows: Sequence[tuple[object, ...]]
-    note: str = ""
-    style: str | None = None
-    """Class of the table."""
 
 
 def title_of(run: RunRecords) -> str:
@@ -167,9 +153,9 @@ def events(run: RunRecords) -> Listing:
         note = "No launch was recorded."
     elif not any(event["kind"] == "fault" for event in run.events):
         note = "No fault was recorded." if run.events else "Faults are recorded by satrap run only."
-    if len(entries) > MAX_ROWS:
-        note += f" These are the last {MAX_ROWS} of {len(entries):,} events."
-    rows = [(time_text(at), duration(at - entries[0][0]), text) for at, text in entries[-MAX_ROWS:]]
+    if len(entries) > _MAX_EVENTS:
+        note += f" These are the last {_MAX_EVENTS} of {len(entries):,} events."
+    rows = [(time_text(at), duration(at - entries[0][0]), text) for at, text in entries[-_MAX_EVENTS:]]
     return Listing("Faults and launches", ("time (UTC)", "after", "event"), rows, note, "events")
 
 

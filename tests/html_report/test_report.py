@@ -123,7 +123,7 @@ def test_damaged_lines_are_left_out_and_counted(tmp_path: Path, seed: int) -> No
         assert run.damaged == {"records/trainer-0.jsonl": len(damaged) + 1}
         assert [each["step"] for each in run.loops[0].intervals] == [n for n in range(1, 21) if n not in damaged]
         (note,) = warnings(run)
-        assert note.startswith(f"{len(damaged) + 1} lines of records/trainer-0.jsonl are damaged")
+        assert note.startswith(f"{len(damaged) + 1} damaged lines of records/trainer-0.jsonl left out")
         assert f"; {len(damaged) + 1} damaged line(s) of its records were left out" in write_report(folder, None)
 
 

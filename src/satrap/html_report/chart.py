@@ -143,7 +143,9 @@ def _legend(shown: Sequence[Series], window: float, marks: Mapping[str, Sequence
     samples = [_sample(curve.name, (_LINE, f"curve {curve.look}")) for curve in shown if len(shown) > 1]
     if window:
         dots = ("M3 8h0M10 3h0M16 7h0M23 2h0", f"dots {look} faint")
-        samples.append(_sample(f"interval; mean over {window:.3g} steps", dots, (_LINE, f"curve {look}")))
+        samples.append(
+            _sample(f"interval; mean over {number(float(f'{window:.3g}'))} steps", dots, (_LINE, f"curve {look}"))
+        )
     if any(curve.superseded for curve in shown):
         samples.append(_sample("trained again later", (_LINE, f"curve old {look}")))
     samples += [_sample(_MARKS[kind], ("M13 0V10", f"mark {kind}")) for kind, places in marks.items() if places]

@@ -10,6 +10,8 @@ from typing import Any
 from satrap.html_report.chart import MAX_SERIES, LineChart, Listing, bar, number
 from satrap.html_report.run_records import Loop, Point, RunRecords, Series
 
+Runs = Mapping[str, RunRecords]
+"""By the name in legends and notes; that of a run alone is empty."""
 Bars = dict[str, tuple[float, str]]
 """The value of each category, and the text in the further column."""
 _MAX_STALENESS, _MAX_CHARTS = 24, 24
@@ -17,9 +19,9 @@ _WITHOUT = "No {} recorded: Progress was created without embeddings."
 _NO_METRIC = "No evaluation was recorded: satrap.Validation reports one, or Progress.report_evaluation."
 
 
-def charts_of(runs: Mapping[str, RunRecords]) -> dict[str, list[LineChart | Listing]]:
+def charts_of(runs: Runs) -> dict[str, list[LineChart | Listing]]:
     """Return all charts in their order, by the heading above them. Of two runs each chart shows both, in a colour for
-    each. runs: by the name in legends and notes; that of a run alone is empty."""
+    each."""
     lines = partial(_lines, runs)
     window = max((curve.last for run in runs.values() for curve in run.curves.get("window", ())), default=0)
     num_trainers = max(len(run.by_rank) for run in runs.values())
@@ -55,13 +57,7 @@ def charts_of(runs: Mapping[str, RunRecords]) -> dict[str, list[LineChart | List
 
 
 def _lines(
-    runs: Mapping[str, RunRecords],
-    title: str,
-    key: str,
-    only: str | None = None,
-    *,
-    what: str = "trainers",
-    **options: Any,
+    runs: Runs, title: str, key: str, only: str | None = None, *, what: str = "trainers", **options: Any
 ) -> LineChart:
     """Return a chart of the curves with this key. only: the name of one curve. what: what the curves are of."""
     chart = LineChart(title=title, **{"y": key, **options})
@@ -99,7 +95,7 @@ def _sum(curves: Sequence[Sequence[Point]]) -> list[Point]:
     return [(x, None if y is None else sum(at.get(x) or 0.0 for at in values)) for x, y in curves[0]]
 
 
-def _each(runs: Mapping[str, RunRecords], key: str, chart_of: Callable[[str], LineChart]) -> list[LineChart]:
+def _each(runs: Runs, key: str, chart_of: Callable[[str], LineChart]) -> list[LineChart]:
     """Return a chart of each name that has values of this key, at most `_MAX_CHARTS`."""
     names = list(dict.fromkeys(curve.name for run in runs.values() for curve in run.curves.get(key, ())))
     charts = [chart_of(name) for name in names[:_MAX_CHARTS]]
@@ -108,7 +104,7 @@ def _each(runs: Mapping[str, RunRecords], key: str, chart_of: Callable[[str], Li
     return charts
 
 
-def _validation(runs: Mapping[str, RunRecords], name: str) -> LineChart:
+def _validation(runs: Runs, name: str) -> LineChart:
     """Return the chart of a metric of evaluations, with a note on the best one."""
     chart = _lines(runs, f"Validation: {name}", "metrics", name, y=name, absent=f"No finite {name} was recorded.")
     for run_name, run in runs.items():
@@ -126,7 +122,7 @@ def _marks(loops: Sequence[Loop]) -> dict[str, list[float]]:
 
 
 def _bars(
-    runs: Mapping[str, RunRecords],
+    runs: Runs,
     bars_of: Callable[[RunRecords], tuple[Bars, str]],
     title: str,
     header: tuple[str, str, str],

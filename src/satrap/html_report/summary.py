@@ -90,10 +90,7 @@ def warnings(run: RunRecords) -> list[str]:
     """Return what a reader must know before reading the charts."""
     notes = list(run.unreadable)
     for file, count in run.damaged.items():
-        are = "is" if count == 1 else "are"
-        notes.append(
-            f"{_count(count, 'line')} of {file} {are} damaged and left out; a process that is killed may leave one."
-        )
+        notes.append(f"{_count(count, 'damaged line')} of {file} left out; a process that is killed may leave one.")
     if run.missing:
         notes.append(f"{_count(run.missing, 'record')} could not be written, for example because a disk was full.")
     for key, what in (

@@ -18,7 +18,7 @@ from satrap.html_report.chart import number
 SCRIPT = JOB.with_name("report_job.py")
 CUT_TEXTS = """[...document.querySelectorAll('.plot svg')].flatMap(svg => {
     const isOpen = getComputedStyle(svg).overflow === 'visible';
-    const plot = (isOpen ? svg.closest('.chart') : svg).getBoundingClientRect();
+    const plot = (isOpen ? svg.closest('section') : svg).getBoundingClientRect();
     const isCut = box => box.left < plot.left - 1 || box.right > plot.right + 1;
     const texts = [...svg.querySelectorAll('text')];
     return texts.filter(text => isCut(text.getBoundingClientRect())).map(text => text.textContent);

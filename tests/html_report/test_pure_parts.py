@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from html.parser import HTMLParser
 from itertools import groupby, pairwise
@@ -12,10 +13,11 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from satrap.html_report.chart import (
-    BarChart,
     LineChart,
+    Listing,
     averaged,
     axis,
+    bar,
     draw,
     evenly,
     number,
@@ -24,7 +26,7 @@ from satrap.html_report.chart import (
 )
 from satrap.html_report.figures import bins
 from satrap.html_report.markup import element, escape, json_script
-from satrap.html_report.run_records import Interval, Loop, Point, RunRecords, Series, cuts, rates, series_of
+from satrap.html_report.run_records import Loop, Point, RunRecords, Series, cuts, rates, series_of
 from satrap.html_report.summary import warnings
 
 numbers = st.floats(-1e12, 1e12)
@@ -92,6 +94,19 @@ def test_figures_are_evenly_spaced_points(drawn: list[Point], limit: int) -> Non
         assert (picked[0], picked[-1]) == (drawn[0], drawn[-1])
 
 
+def test_figures_are_the_last_values_until_a_curve_ends() -> None:
+    one = Series(name="one", points=[(1, 10.0), (3, 30.0)])
+    two = Series(name="two", points=[(2, 5.0), (4, None), (4, 6.0), (5, None)])
+    cells = re.findall(r"<td>(.*?)</td>", draw(LineChart(title="t", y="y", series=[one, two])))
+    rows = [cells[begin : begin + 3] for begin in range(0, len(cells), 3)]
+    assert rows == [["1", "10", ""], ["2", "10", "5"], ["3", "30", "5"], ["4", "", "6"], ["5", "", "not finite"]]
+
+
+def test_a_long_table_says_that_it_is_cut() -> None:
+    text = draw(Listing("t", ("n",), [(index,) for index in range(205)], "All."))
+    assert "All. These are the first 200 of 205." in text and text.count("<tr>") == 201
+
+
 @given(st.dictionaries(st.integers(0, 500), st.integers(1, 10**9), max_size=30), st.integers(1, 40))
 def test_bins_lose_nothing(counts: dict[int, int], limit: int) -> None:
     found = bins(counts, limit)
@@ -107,16 +122,16 @@ def test_bins_lose_nothing(counts: dict[int, int], limit: int) -> None:
 # -- axes and numbers --------------------------------------------------------------------------------------------------
 
 
-@given(st.lists(numbers, max_size=20), st.booleans(), st.booleans(), st.booleans())
-def test_an_axis_holds_its_values(values: list[float], from_zero: bool, is_snug: bool, is_whole: bool) -> None:
-    found = axis(values, 50, 500, from_zero=from_zero, is_snug=is_snug, is_whole=is_whole)
+@given(st.lists(numbers, max_size=20), st.booleans(), st.booleans())
+def test_an_axis_holds_its_values(values: list[float], from_zero: bool, is_steps: bool) -> None:
+    found = axis(values, 50, 500, from_zero=from_zero, is_steps=is_steps)
     room = 0.1 + 1e-6
     assert all(50 - room <= found.at(value) <= 500 + room for value in values)
     assert all(50 - room <= found.at(tick) <= 500 + room for tick in found.ticks)
     assert len(found.ticks) <= 9 and list(found.ticks) == sorted(set(found.ticks))
     if from_zero:
         assert found.low <= 0 <= found.high
-    if is_whole:
+    if is_steps:
         assert all(float(tick).is_integer() for tick in found.ticks)
     at = [found.at(value) for value in sorted(values)]
     assert at == sorted(at)
@@ -179,22 +194,20 @@ def test_data_blocks_hold_any_text(text: str) -> None:
 
 
 @given(hostile, hostile)
-def test_charts_hold_any_text(name: str, title: str) -> None:
-    line = LineChart(title=title, y=name, note=name, series=[Series(name=name, points=[(1, 2.0), (2, 3.0)])] * 2)
-    bars = BarChart(title=title, header=(name, name, name), groups={"": [(name, 1.0, name)]}, absent="", note=name)
-    charts: list[LineChart | BarChart] = [line, bars]
-    for chart in charts:
-        found, expected = Reader(draw(chart)), Reader(draw(_renamed(chart)))
+def test_charts_and_tables_hold_any_text(name: str, title: str) -> None:
+    line = LineChart(title=title, y=name, notes=[name], series=[Series(name=name, points=[(1, 2.0), (2, 3.0)])] * 2)
+    rows = Listing(title, (name, name), [(name, bar(0.5, 0))], name)
+    parts: list[LineChart | Listing] = [line, rows]
+    for part in parts:
+        found, expected = Reader(draw(part)), Reader(draw(_renamed(part)))
         assert [tag for tag, _ in found.elements] == [tag for tag, _ in expected.elements]
 
 
-def _renamed(chart: LineChart | BarChart) -> LineChart | BarChart:
-    if isinstance(chart, LineChart):
-        series = [Series(name="n", points=each.points) for each in chart.series]
-        return LineChart(title="t", y="n", note="n" if chart.note else "", series=series)
-    return BarChart(
-        title="t", header=("n", "n", "n"), groups={"": [("n", 1.0, "n")]}, absent="", note="n" if chart.note else ""
-    )
+def _renamed(part: LineChart | Listing) -> LineChart | Listing:
+    if isinstance(part, Listing):
+        return Listing("t", ("n", "n"), [("n", bar(0.5, 0))], "n" if part.note else "")
+    series = [Series(name="n", points=each.points) for each in part.series]
+    return LineChart(title="t", y="n", notes=["n"] if part.notes[0] else [], series=series)
 
 
 def test_controls_and_surrogates_are_replaced() -> None:
@@ -207,13 +220,12 @@ def test_controls_and_surrogates_are_replaced() -> None:
 
 def loop(rank: int, launch: int, first: int, lengths: list[int]) -> Loop:
     """Return a loop with intervals of so many steps, of one second a step and 10 samples."""
-    found = Loop(rank=rank, launch=(launch, 0))
+    found = Loop(rank=rank, launch=launch)
     done = 0
     for steps in lengths:
         done += steps
-        found.intervals.append(
-            Interval(float(done), float(done), float(steps), first + done - 1, steps, 10 * done, 10.0)
-        )
+        place = {"first_step": first + done - steps, "step": first + done - 1, "steps": steps}
+        found.intervals.append({"at": done, "seconds": done, "trained": steps, "rate": 10.0, **place})
     return found
 
 
@@ -223,15 +235,15 @@ lengths = st.lists(st.integers(1, 9), min_size=1, max_size=8)
 @given(st.lists(st.tuples(st.integers(1, 40), lengths), min_size=1, max_size=4))
 def test_each_step_counts_once(drawn: list[tuple[int, list[int]]]) -> None:
     loops = [loop(0, launch, first, steps) for launch, (first, steps) in enumerate(drawn, 1)]
-    of_loops = [[(float(one.step), float(each.launch[0])) for one in each.intervals] for each in loops]
+    of_loops = [[(float(one["step"]), float(each.launch)) for one in each.intervals] for each in loops]
     curve = series_of("loss", loops, of_loops)
     kept, superseded = curve.points, curve.superseded
     steps = [step for step, value in kept if value is not None]
     assert steps == sorted(set(steps)), "no step is drawn twice"
     ends = [
-        (cut - 1, float(each.launch[0]))
+        (cut - 1, float(each.launch))
         for each, cut in zip(loops, cuts(loops), strict=True)
-        if any(one.first_step < cut <= one.step for one in each.intervals)
+        if any(one["first_step"] < cut <= one["step"] for one in each.intervals)
     ]
     assert Counter(p for p in (*kept, *superseded) if p[1] is not None) == Counter(
         point for points in [*of_loops, ends] for point in points
@@ -262,5 +274,5 @@ def test_the_rate_of_all_trainers_is_the_sum(one: list[int], other: list[int], t
     again = [loop(rank, 2, total + 1, other) for rank in range(trainers)]
     for launch in (each, again):
         found = rates(each + again, launch[0])
-        assert [step for step, _ in found] == [interval.step for interval in launch[0].intervals]
+        assert [step for step, _ in found] == [interval["step"] for interval in launch[0].intervals]
         assert {rate for _, rate in found} == {10.0 * trainers}

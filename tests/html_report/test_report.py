@@ -8,6 +8,7 @@ import json
 import os
 import random
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +45,16 @@ def interval(step: int, steps: int = 1, loop: str = "a", **more: Any) -> dict[st
 
 
 def shown(folder: Path, **options: Any) -> str:
-    return page(read_run(folder, **options), AT + 1000)
+    return page([read_run(folder, **options)], AT + 1000)
+
+
+def line_charts(folder: Path, heading: str = "Training") -> dict[str, LineChart]:
+    charts = charts_of({"": read_run(folder)})[heading]
+    return {chart.title: chart for chart in charts if isinstance(chart, LineChart)}
 
 
 def tile_values(run: RunRecords) -> dict[str, str]:
-    return {tile.name: tile.value for tile in tiles(run)}
+    return {name: value for name, value, _ in tiles(run)}
 
 
 def test_a_directory_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,9 +121,9 @@ def test_damaged_lines_are_left_out_and_counted(tmp_path: Path, seed: int) -> No
         (folder / "records" / "trainer-0.jsonl").write_bytes(b"".join(data) + data[-1][:30])
         run = read_run(folder)
         assert run.damaged == {"records/trainer-0.jsonl": len(damaged) + 1}
-        assert [each.step for each in run.loops[0].intervals] == [n for n in range(1, 21) if n not in damaged]
+        assert [each["step"] for each in run.loops[0].intervals] == [n for n in range(1, 21) if n not in damaged]
         (note,) = warnings(run)
-        assert note.startswith(f"{len(damaged) + 1} lines of records/trainer-0.jsonl are damaged")
+        assert note.startswith(f"{len(damaged) + 1} damaged lines of records/trainer-0.jsonl left out")
         assert f"; {len(damaged) + 1} damaged line(s) of its records were left out" in write_report(folder, None)
 
 
@@ -134,7 +140,7 @@ def test_damaged_lines_are_left_out_and_counted(tmp_path: Path, seed: int) -> No
 def test_records_that_lack_something_are_left_out(tmp_path: Path, wrong: dict[str, Any]) -> None:
     write(tmp_path, "trainer-0", start(), interval(1), interval(2) | wrong, {"kind": "of a later release"}, interval(3))
     run = read_run(tmp_path)
-    assert [each.step for each in run.loops[0].intervals] == [1, 3] and sum(run.damaged.values()) == 1
+    assert [each["step"] for each in run.loops[0].intervals] == [1, 3] and sum(run.damaged.values()) == 1
     shown(tmp_path)
 
 
@@ -205,7 +211,7 @@ def test_memory_of_servers_is_drawn_at_the_steps_of_the_first_trainer(tmp_path: 
     times = [start()["at"] - 1, ends[0] - 0.1, ends[1] - 0.1, ends[1], ends[2] + 1]
     sizes = [{"kind": "memory", "at": at, "bytes": {"server 1": 5 + number}} for number, at in enumerate(times)]
     write(tmp_path, "run", {"kind": "run", "at": AT}, *sizes)
-    charts = {chart.title: chart for chart in charts_of([read_run(tmp_path)]) if isinstance(chart, LineChart)}
+    charts = line_charts(tmp_path)
     found = {name: {each.name: each.points for each in chart.series} for name, chart in charts.items()}
     assert found["Memory of each process"] == {
         "trainer 0": [(1.0, 100), (2.0, 100), (3.0, 100)],
@@ -271,7 +277,7 @@ def test_a_resumed_run_counts_each_step_once_in_its_curves(tmp_path: Path) -> No
     write(tmp_path, "trainer-0", start("b"), *(interval(step, loop="b", loss=2.0) for step in range(6, 16)))
     run = read_run(tmp_path)
     assert "Later launches trained 5 steps again" in warnings(run)[0]
-    data = json.loads(page(run, AT).partition('<script type="application/json">')[2].partition("</script>")[0])
+    data = json.loads(page([run], AT).partition('<script type="application/json">')[2].partition("</script>")[0])
     (series,) = data["series"]
     assert [(x, y) for x, y in zip(series["x"], series["y"], strict=True) if y is not None] == [
         *((step, 1.0) for step in range(1, 6)), *((step, 2.0) for step in range(6, 16))
@@ -283,14 +289,14 @@ def test_a_chart_for_each_number_of_the_script(tmp_path: Path) -> None:
     logged = [{"lr": 0.5, "norm": step} for step in range(1, 31)]
     write(tmp_path, "trainer-0", start(), *(interval(step, logged=each) for step, each in enumerate(logged, 1)))
     write(tmp_path, "trainer-1", start(), *(interval(step, logged={"other": 1.0}) for step in range(1, 3)))
-    small = [each for each in charts_of([read_run(tmp_path)]) if isinstance(each, LineChart) and each.is_small]
-    assert [(each.title, len(each.series)) for each in small] == [("lr", 1), ("norm", 1)], "those of trainer 0"
-    assert small[1].series[0].points == [(step, step) for step in range(1, 31)]
+    logged_charts = line_charts(tmp_path, "Numbers of the script")
+    assert {name: len(each.series) for name, each in logged_charts.items()} == {"lr": 1, "norm": 1}, "of trainer 0"
+    assert logged_charts["norm"].series[0].points == [(step, step) for step in range(1, 31)]
     text = shown(tmp_path)
     assert "<h2>Numbers of the script</h2>" in text and "interval; mean over 1.45 steps" in text
     write(tmp_path, "trainer-0", interval(31, logged={f"number {index}": 1.0 for index in range(30)}))
-    small = [each for each in charts_of([read_run(tmp_path)]) if isinstance(each, LineChart) and each.is_small]
-    assert len(small) == 24 and "32 numbers of this kind were recorded; these are the first 24." in small[-1].note
+    *_, last = charts = line_charts(tmp_path, "Numbers of the script").values()
+    assert len(charts) == 24 and last.notes == ["32 numbers of this kind were recorded; these are the first 24."]
 
 
 def test_epochs_and_launches_are_marked_and_the_legend_names_them(tmp_path: Path) -> None:
@@ -302,12 +308,10 @@ def test_epochs_and_launches_are_marked_and_the_legend_names_them(tmp_path: Path
         return [start(loop) | {"launch": launch}, *numbers]
 
     write(tmp_path, "trainer-0", *lines("a", 1, 1))
-    loss = charts_of([read_run(tmp_path)])[0]
-    assert isinstance(loss, LineChart) and loss.marks == {"launch": [], "epoch": [5.0]}
+    assert line_charts(tmp_path)["Loss"].marks == {"launch": [], "epoch": [5.0]}
     assert "start of an epoch" in shown(tmp_path) and "start of a launch" not in shown(tmp_path)
     write(tmp_path, "trainer-0", *lines("b", 2, 8))
-    loss = charts_of([read_run(tmp_path)])[0]
-    assert isinstance(loss, LineChart) and loss.marks == {"launch": [8.0], "epoch": [5.0, 12.0]}
+    assert line_charts(tmp_path)["Loss"].marks == {"launch": [8.0], "epoch": [5.0, 12.0]}
     text = shown(tmp_path)
     assert all(name in text for name in ("start of an epoch", "start of a launch", "trained again later"))
     assert text.count('class="mark epoch"') > 2 and text.count('class="mark launch"') > 2
@@ -328,9 +332,11 @@ def test_two_runs_are_drawn_together(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert [(each["name"], each["y"]) for each in data["series"]] == [("one", [0.5] * 3), ("two", [0.25] * 3)]
     for look in ('class="curve c0 d0"', 'class="curve c1 d0"', 'class="bar c0"', 'class="bar c1"'):
         assert look in text
-    titles = [chart.title for chart in charts_of([read_run(one)])]
-    assert [chart.title for chart in charts_of([read_run(one), read_run(two)])] == titles
-    assert "None of those that both recorded." in page(read_run(one), AT, read_run(one))
+    alone, both = charts_of({"": read_run(one)}), charts_of({"one": read_run(one), "two": read_run(two)})
+    assert [[each.title for each in part] for part in alone.values()] == [
+        [each.title for each in part] for part in both.values()
+    ]
+    assert "None of those that both recorded." in page([read_run(one), read_run(one)], AT)
     assert main(["report", str(one), str(one)]) == 1 and "are the same run" in capsys.readouterr().err
     assert main(["report", str(one), str(tmp_path / "no")]) == 1 and "there is no folder" in capsys.readouterr().err
 
@@ -340,12 +346,12 @@ def test_runs_with_different_charts_are_compared(tmp_path: Path) -> None:
     (tmp_path / "empty" / "records").mkdir(parents=True)
     for folders in (("long", "empty"), ("empty", "long"), ("empty", "empty")):
         one, two = (read_run(tmp_path / name) for name in folders)
-        text = page(one, AT, two)
+        text = page([one, two], AT)
         assert text.count("<h3>Loss</h3>") == 1 and ("Validation: log_loss" in text) == ("long" in folders)
 
 
 def test_the_code_of_the_latest_launch_is_listed(tmp_path: Path) -> None:
-    def code() -> list[list[tuple[object, ...]]]:
+    def code() -> list[Sequence[Sequence[object]]]:
         return [each.rows for each in listings(read_run(tmp_path)) if each.title == "Code"]
 
     write(tmp_path, "trainer-0", start("a", settings={"rank": 0}))
@@ -371,7 +377,7 @@ def test_settings_that_changed_are_listed(tmp_path: Path) -> None:
     [
         ([], True, ("live", "The run was in progress.")),
         ([{"kind": "exit", "status": 0}], False, ("done", "The run ended with exit status 0.")),
-        ([{"kind": "exit", "status": 3}], False, ("failed", "The run ended with status 3.")),
+        ([{"kind": "exit", "status": 3}], False, ("failed", "The run ended with exit status 3.")),
         ([{"kind": "exit", "status": None}], False, ("failed", "satrap run ended with an error.")),
         ([{"kind": "exit", "status": 0}, {"kind": "run"}], False, ("failed", "No end was recorded: satrap run was")),
     ],
@@ -430,12 +436,12 @@ def test_a_report_on_a_file_system_without_locks(tmp_path: Path, monkeypatch: py
 def test_a_long_run_of_many_trainers_and_tables_stays_small(tmp_path: Path) -> None:
     write_long_run(tmp_path, num_intervals=900, trainers=9, tables=14)
     run = read_run(tmp_path)
-    text = page(run, AT)
+    text = page([run], AT)
     assert len(text.encode()) < 250_000
     assert "9 trainers recorded; these are the first 6." in text
     assert "11 processes recorded; these are the largest 6." in text
     rows = {curve.name: curve.last for curve in run.curves["rows"]}
-    (chart,) = [each for each in charts_of([run]) if each.title == "Rows of each table" and isinstance(each, LineChart)]
+    chart = line_charts(tmp_path)["Rows of each table"]
     assert [curve.last for curve in chart.series[:5]] == sorted(rows.values())[:-6:-1], "the largest tables"
     assert chart.series[5].name == "9 other tables" and chart.series[5].last == sum(sorted(rows.values())[:9])
     assert [x for x, _ in chart.series[5].superseded] == [x for x, _ in chart.series[0].superseded] != []
@@ -481,8 +487,8 @@ def test_a_record_in_use_is_read(tmp_path: Path) -> None:
         (tmp_path / "records" / "trainer-0.jsonl").write_bytes(data[:end])
         run = read_run(tmp_path)
         assert sum(run.damaged.values()) <= 1
-        page(run, AT)
+        page([run], AT)
     file = RecordFile.open(tmp_path / "records" / "trainer-0.jsonl")
     file.append("end", id="0-3", at=AT)
     file.close()
-    assert read_run(tmp_path).loops[-1].end is not None
+    assert read_run(tmp_path).loops[-1].end["at"] == AT

@@ -19,7 +19,7 @@ def write_report(folder: Path, output: Path | None, other: Path | None = None) -
         runs[0].name, runs[1].name = str(folder), str(other)
         if folder.resolve() == other.resolve():
             raise ConfigError(f"{str(folder)!r} and {str(other)!r} are the same run; name two, or one alone")
-    content = page(runs[0], time.time(), *runs[1:]).encode()
+    content = page(runs, time.time()).encode()
     path = folder / ("report.html" if other is None else "comparison.html") if output is None else output
     try:
         replace_file(path, content)

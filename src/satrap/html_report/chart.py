@@ -1,4 +1,4 @@
-"""Charts as SVG or rows of bars, with their figures. Pure: values in, markup out; the page's style has the colours.
+"""Charts as SVG with their figures, and tables. Pure: values in, markup out; the page's style has the colours.
 
 A chart is 560 wide and is scaled to its column. The colours of series are those of the classes c0 to c5, their dashes
 those of d0 to d5; the data for the tooltip is a JSON block behind the SVG.
@@ -7,8 +7,10 @@ those of d0 to d5; the data for the tooltip is a JSON block behind the SVG.
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby, pairwise
+from typing import TypeVar
 
 from satrap.html_report.markup import Markup, element, json_script, table
 from satrap.html_report.run_records import Point, Series
@@ -18,12 +20,15 @@ MAX_SERIES = 6
 MAX_POINTS = 1000
 """Points of all curves of a chart."""
 _WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM, _HEIGHT = 560, 62, 546, 36, 242, 284
-_TABLE_ROWS, _MAX_DOTS, _MAX_MARKS = 12, 40, 100
+_NUM_FIGURES, _MAX_DOTS, _MAX_ROWS = 12, 40, 200
 _MIN_AVERAGED = 20
 """Points of a curve that is drawn as its moving average."""
 _WINDOW, _NUM_PLACES = 0.05, 160
 """Width of the average, as a share of the axis, and the number of places at which it is computed."""
 _MARKS = {"launch": "start of a launch", "epoch": "start of an epoch"}
+_LINE = "M0 5H26"
+"""Shape of a curve in a legend."""
+_Item = TypeVar("_Item")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,96 +41,115 @@ class LineChart:
     series: list[Series] = field(default_factory=list)
     absent: str = ""
     """The sentence that stands for a chart without values."""
-    note: str = ""
+    notes: list[str] = field(default_factory=list)
     from_zero: bool = False
     is_averaged: bool = False
     """Whether curves of many points are drawn as moving averages, over faint points."""
-    is_small: bool = False
     marks: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """Places on the horizontal axis, by their kind in `_MARKS`."""
+    """Steps that have a vertical line, by their kind in `_MARKS`."""
 
 
-@dataclass(slots=True, kw_only=True)
-class BarChart:
-    """A row with a bar for each of some categories."""
+@dataclass(slots=True)
+class Listing:
+    """A table, or the sentence that stands for it."""
 
     title: str
-    header: tuple[str, str, str]
-    """What a category, a bar's length and the further column are."""
-    groups: dict[str, list[tuple[str, float, str]]]
-    """By the name of each run: name, value, and the text in the further column of each bar."""
-    absent: str
-    note: str
-    is_small: bool = False
+    header: Sequence[str]
+    rows: Sequence[Sequence[object]]
+    note: str = ""
+    style: str | None = None
+    """Class of the table."""
 
 
-def draw(chart: LineChart | BarChart) -> Markup:
-    """Return a chart with its title, legend, note and figures; without values, its title and a sentence."""
-    parts = _bars(chart) if isinstance(chart, BarChart) else _curves(chart)
-    title = element("h3", chart.title)
-    if not parts:
-        return element("section", title, element("p", chart.absent, class_="note"), class_="chart")
-    samples, plot, figures = parts
-    legend = element("ul", *samples, class_="legend") if samples else ""
-    note = element("p", chart.note, class_="note") if chart.note else ""
-    return element("section", title, legend, plot, note, figures, class_="chart")
+def draw(part: LineChart | Listing) -> Markup:
+    """Return a section of the page: a chart with its legend, note and figures, or a table with its note."""
+    content = _curves(part) if isinstance(part, LineChart) else _rows(part)
+    return element("section", element("h3", part.title), *content)
 
 
-def _curves(chart: LineChart) -> tuple[list[Markup], Markup, Markup] | None:
-    """Return the entries of the legend, the plot and the figures; None if there is no value."""
-    every = [point for curve in chart.series for point in (*curve.points, *curve.superseded)]
-    if all(y is None for _, y in every):
-        return None
-    xs = [x for x, _ in every]
+def _rows(listing: Listing) -> list[Markup]:
+    """Return the note and the table."""
+    rows, note = listing.rows[:_MAX_ROWS], listing.note
+    if len(rows) < len(listing.rows):
+        note += f" These are the first {len(rows)} of {len(listing.rows):,}."
+    return [*_note(note), *([table(listing.header, rows, listing.style)] if rows else [])]
+
+
+def _note(text: str) -> list[Markup]:
+    return [element("p", text, class_="note")] if text else []
+
+
+def bar(share: float, place: int) -> Markup:
+    """Return a bar that fills this share of its cell, in the colour of this place."""
+    line = element("path", d=f"M0 5H{100 * share:.4g}", class_=f"bar c{place}")
+    return element("svg", line, viewBox="0 0 100 9", preserveAspectRatio="none", aria_hidden="true")
+
+
+def _curves(chart: LineChart) -> list[Markup]:
+    """Return the legend, the plot, the note and the figures; without values, the sentence that stands for them."""
+    parts = [points for curve in chart.series for points in (curve.points, curve.superseded) if points]
+    if all(y is None for points in parts for _, y in points):
+        return _note(chart.absent)
+    xs = [x for points in parts for x, _ in points]
     is_averaged = chart.is_averaged and max(len(curve.points) for curve in chart.series) >= _MIN_AVERAGED
-    window = _WINDOW * (max(xs) - min(xs)) if is_averaged else None
-    num_curves = sum(1 + bool(curve.superseded) for curve in chart.series)
-    limit = max(30, MAX_POINTS // num_curves - _NUM_PLACES * is_averaged)
-    shown = [replace(curve, points=thin(curve.points, limit), look=curve.look or f"c{index} d{index}",
-             superseded=thin(curve.superseded, limit)) for index, curve in enumerate(chart.series)]  # fmt: skip
+    window = _WINDOW * (max(xs) - min(xs)) if is_averaged else 0.0
+    limit = max(30, MAX_POINTS // len(parts) - _NUM_PLACES * is_averaged)
+    shown = [curve.mapped(partial(thin, limit=limit)) for curve in chart.series]
     ys = [y for curve in shown for _, y in (*curve.points, *curve.superseded) if y is not None]
-    across = axis(xs, _LEFT, _RIGHT, is_snug=True, is_whole=True, num_ticks=6)
+    across = axis(xs, _LEFT, _RIGHT, is_steps=True)
     up = axis(ys, _BOTTOM, _TOP, from_zero=chart.from_zero)
     marks = {kind: [x for x in chart.marks.get(kind, ()) if across.low <= x <= across.high] for kind in _MARKS}
-    paths = [
-        (f"M{across.at(x):g} {_TOP}V{_BOTTOM}", f"mark {kind}") for kind in _MARKS for x in marks[kind][:_MAX_MARKS]
-    ]
+    paths = []
+    for kind, places in marks.items():
+        ends = sorted({round(across.at(x)) for x in places})
+        paths.append(("".join(f"M{x} {_TOP}V{_BOTTOM}" for x in ends), f"mark {kind}"))
     for whole, curve in zip(chart.series, shown, strict=True):
-        if is_averaged or len(curve.points) <= _MAX_DOTS:
+        if window or len(curve.points) <= _MAX_DOTS:
             dots = "".join(f"M{across.at(x):g} {up.at(y):g}h0" for x, y in curve.points if y is not None)
-            paths.append((dots, f"dots {curve.look}{' faint' * is_averaged}"))
-        old = averaged(whole.superseded, window) if window is not None else curve.superseded
-        line = averaged(whole.points, window) if window is not None else curve.points
-        paths += [(_line(old, across, up), f"curve old {curve.look}"), (_line(line, across, up), f"curve {curve.look}")]
-    parts = [*_frame(chart, across, up), *(element("path", d=path, class_=style) for path, style in paths if path)]
-    return _legend(chart, shown, window, marks), _plot(chart, parts, across, shown), _figures(chart)
+            paths.append((dots, f"dots {curve.look}{' faint' * bool(window)}"))
+        drawn = whole.mapped(partial(averaged, width=window)) if window else curve
+        paths.append((_line(drawn.superseded, across, up), f"curve old {curve.look}"))
+        paths.append((_line(drawn.points, across, up), f"curve {curve.look}"))
+    shapes = [element("path", d=path, class_=style) for path, style in paths if path]
+    plot = _plot(chart, across, up, shapes, shown)
+    return [*_legend(shown, window, marks), plot, *_note(" ".join(chart.notes)), _figures(chart)]
 
 
-def _plot(chart: LineChart, parts: Sequence[Markup], across: "Axis", shown: Sequence[Series]) -> Markup:
-    """Return the drawing with the data of its tooltip."""
-    cursor = element("line", class_="cursor", x1=0, x2=0, y1=_TOP, y2=_BOTTOM)
-    label = f"{chart.title}: {chart.y} by step"
-    svg = element("svg", *parts, cursor, viewBox=f"0 0 {_WIDTH} {_HEIGHT}", role="img", aria_label=label)
+def _plot(chart: LineChart, across: "Axis", up: "Axis", shapes: Sequence[Markup], shown: Sequence[Series]) -> Markup:
+    """Return the drawing with its axes, and the data of its tooltip."""
+    svg = element(
+        "svg",
+        element("path", d="".join(f"M{_LEFT} {y:g}H{_RIGHT}" for y, _ in up.labels), class_="grid"),
+        *(element("text", text, x=_LEFT - 7, y=y + 4, class_="end") for y, text in up.labels),
+        *(element("text", text, x=x, y=_BOTTOM + 18, class_="middle") for x, text in across.labels),
+        element("path", d=f"M{_LEFT} {_BOTTOM}H{_RIGHT}", class_="base"),
+        element("text", chart.y, x=4, y=15, class_="title"),
+        element("text", "step", x=(_LEFT + _RIGHT) / 2, y=_BOTTOM + 38, class_="middle title"),
+        *shapes,
+        element("line", class_="cursor", x1=0, x2=0, y1=_TOP, y2=_BOTTOM),
+        viewBox=f"0 0 {_WIDTH} {_HEIGHT}", role="img", aria_label=f"{chart.title}: {chart.y} by step",
+    )  # fmt: skip
     series = [
         {"name": curve.name, "x": [x for x, _ in curve.points], "y": [y and float(f"{y:.9g}") for _, y in curve.points]}
         for curve in shown
     ]
-    ends = {"low": across.low, "high": across.high, "begin": _LEFT, "end": _RIGHT}
-    return element("div", svg, json_script({"x": "step", **ends, "series": series}), class_="plot")
+    data = {"low": across.low, "high": across.high, "begin": _LEFT, "end": _RIGHT, "series": series}
+    return element("div", svg, json_script(data), class_="plot")
 
 
-def _legend(
-    chart: LineChart, shown: Sequence[Series], window: float | None, marks: Mapping[str, Sequence[float]]
-) -> list[Markup]:
-    """Return an entry for each curve, if there are several, for the moving average, the superseded parts and marks."""
-    line = "M0 5H26"
-    samples = [_sample(curve.name, (line, f"curve {curve.look}")) for curve in shown if len(shown) > 1]
-    if window is not None:
-        dots = ("M3 8h0M10 3h0M16 7h0M23 2h0", f"dots {shown[0].look} faint")
-        samples.append(_sample(f"interval; mean over {window:.3g} steps", dots, (line, f"curve {shown[0].look}")))
-    if any(curve.superseded for curve in chart.series):
-        samples.append(_sample("trained again later", (line, f"curve old {shown[0].look}")))
-    return samples + [_sample(_MARKS[kind], ("M13 0V10", f"mark {kind}")) for kind, places in marks.items() if places]
+def _legend(shown: Sequence[Series], window: float, marks: Mapping[str, Sequence[float]]) -> list[Markup]:
+    """Return the legend: of each curve, if there are several, of the moving average, superseded parts and marks."""
+    look = shown[0].look
+    samples = [_sample(curve.name, (_LINE, f"curve {curve.look}")) for curve in shown if len(shown) > 1]
+    if window:
+        dots = ("M3 8h0M10 3h0M16 7h0M23 2h0", f"dots {look} faint")
+        samples.append(
+            _sample(f"interval; mean over {number(float(f'{window:.3g}'))} steps", dots, (_LINE, f"curve {look}"))
+        )
+    if any(curve.superseded for curve in shown):
+        samples.append(_sample("trained again later", (_LINE, f"curve old {look}")))
+    samples += [_sample(_MARKS[kind], ("M13 0V10", f"mark {kind}")) for kind, places in marks.items() if places]
+    return [element("ul", *samples, class_="legend")] if samples else []
 
 
 def _sample(text: str, *paths: tuple[str, str]) -> Markup:
@@ -133,42 +157,6 @@ def _sample(text: str, *paths: tuple[str, str]) -> Markup:
     shapes = [element("path", d=path, class_=style) for path, style in paths]
     sample = element("svg", *shapes, width=26, height=10, viewBox="0 0 26 10", aria_hidden="true")
     return element("li", sample, element("span", text))
-
-
-def _bars(chart: BarChart) -> tuple[list[Markup], Markup, Markup] | None:
-    """Return the entries of the legend and the rows of bars, which are their own figures; None if there is no bar."""
-    groups = [{name: (value, text) for name, value, text in bars} for bars in chart.groups.values()]
-    largest = max((value for bars in groups for value, _ in bars.values()), default=None)
-    if largest is None:
-        return None
-    category, value, extra = chart.header
-    rows = []
-    for name in dict.fromkeys(name for bars in groups for name in bars):
-        found = [bars.get(name) for bars in groups]
-        paths = [
-            f"M0 {9 * place + 5}H{100 * bar[0] / (largest or 1):.4g}" if bar else "" for place, bar in enumerate(found)
-        ]
-        shapes = [element("path", d=path, class_=f"bar c{place}") for place, path in enumerate(paths) if path]
-        size = {"viewBox": f"0 0 100 {9 * len(groups)}", "preserveAspectRatio": "none", "aria_hidden": "true"}
-        texts = [text for bar in found for text in ((number(bar[0]), bar[1]) if bar else ("", ""))]
-        rows.append((name, *texts, element("svg", *shapes, **size)))
-    samples = [_sample(run, ("M0 5H26", f"bar c{place}")) for place, run in enumerate(chart.groups) if run]
-    titles = [f"{text}, {run}" if run else text for run in chart.groups for text in (value, extra)]
-    return samples, table((category, *titles, ""), rows, "bars numbers"), Markup()
-
-
-def _frame(chart: LineChart, across: "Axis", up: "Axis") -> list[Markup]:
-    """Return the lines and texts of the ticks, the base, and the titles of both axes."""
-    parts = []
-    for tick, text in zip(up.ticks, tick_texts(up.ticks), strict=True):
-        parts.append(element("path", d=f"M{_LEFT} {up.at(tick):g}H{_RIGHT}", class_="grid"))
-        parts.append(element("text", text, x=_LEFT - 7, y=up.at(tick) + 4, class_="end"))
-    for tick, text in zip(across.ticks, tick_texts(across.ticks), strict=True):
-        parts.append(element("text", text, x=across.at(tick), y=_BOTTOM + 18, class_="middle"))
-    parts.append(element("path", d=f"M{_LEFT} {_BOTTOM}H{_RIGHT}", class_="base"))
-    parts.append(element("text", chart.y, x=4, y=15, class_="title"))
-    parts.append(element("text", "step", x=(_LEFT + _RIGHT) / 2, y=_BOTTOM + 38, class_="middle title"))
-    return parts
 
 
 def _line(points: Sequence[Point], across: "Axis", up: "Axis") -> str:
@@ -182,24 +170,17 @@ def _line(points: Sequence[Point], across: "Axis", up: "Axis") -> str:
 
 
 def _figures(chart: LineChart) -> Markup:
-    """Return the table of some points: a column for each series, or if their places differ, a row for each point."""
-    curves = [_without_gaps(curve.points) for curve in chart.series]
-    places = [[x for x, _ in points] for points in curves]
-    picked = [evenly(points, _TABLE_ROWS) for points in curves]
+    """Return the table of the values at some steps."""
+    steps = evenly(sorted({x for curve in chart.series for x, _ in curve.points}), _NUM_FIGURES)
     names = [curve.name for curve in chart.series] if len(chart.series) > 1 else [chart.y]
-    if all(xs == places[0] for xs in places):
-        columns = [(number(row[0][0]), *(number(y) for _, y in row)) for row in zip(*picked, strict=True)]
-        figures = table(("step", *names), columns)
-    else:
-        rows = [(name, number(x), number(y)) for name, some in zip(names, picked, strict=True) for x, y in some]
-        figures = table(("", "step", chart.y), rows)
-    return element("details", element("summary", "Figures"), figures)
+    rows = [(number(step), *(_figure(curve.points, step) for curve in chart.series)) for step in steps]
+    return element("details", element("summary", "Figures"), table(("step", *names), rows))
 
 
-def _without_gaps(points: Sequence[Point]) -> list[Point]:
-    """Return the points without the interruptions, each of which has the place of the point after it."""
-    gaps = [y is None and x == after for (x, y), (after, _) in pairwise(points)]
-    return [point for point, is_gap in zip(points, [*gaps, False], strict=False) if not is_gap]
+def _figure(points: Sequence[Point], step: float) -> str:
+    """Return the value of a curve at a step, or the last one before; empty if the curve has not begun, or has ended."""
+    place = bisect_right(points, step, key=lambda point: point[0])
+    return number(points[place - 1][1]) if place and step <= points[-1][0] else ""
 
 
 def thin(points: Sequence[Point], limit: int) -> list[Point]:
@@ -210,40 +191,36 @@ def thin(points: Sequence[Point], limit: int) -> list[Point]:
         return list(points)
     num_runs = (limit - 2) // 3
     kept = {0, len(points) - 1}
-    for run in range(num_runs):
-        begin, end = (len(points) * number // num_runs for number in (run, run + 1))
-        values = [(value, index) for index in range(begin, end) if (value := points[index][1]) is not None]
-        if values:
-            kept |= {min(values)[1], max(values)[1]}
-        if len(values) < end - begin:
-            kept.add(next(index for index in range(begin, end) if points[index][1] is None))
+    for begin, end in pairwise(len(points) * run // num_runs for run in range(num_runs + 1)):
+        values = sorted((y, index) for index, (_, y) in enumerate(points[begin:end], begin) if y is not None)
+        gaps = [index for index in range(begin, end) if points[index][1] is None]
+        kept |= {index for _, index in (*values[:1], *values[-1:])} | set(gaps[:1])
     return [points[index] for index in sorted(kept)]
 
 
 def averaged(points: Sequence[Point], width: float) -> list[Point]:
     """Return the moving average of a curve at equal distances: the mean of the points within half the width, which does
-    not cross an interruption."""
-    kept: list[Point] = []
-    for is_gap, part in groupby(points, lambda point: point[1] is None):
-        run = list(part)
+    not cross an interruption. width: above 0."""
+    means: list[Point] = []
+    for is_gap, group in groupby(points, lambda point: point[1] is None):
+        run = list(group)
         if is_gap:
-            kept.append(run[0])
+            means.append(run[0])
             continue
         xs, ys = [x for x, _ in run], [y for _, y in run if y is not None]
-        num = max(1, round((xs[-1] - xs[0]) / width * _WINDOW * _NUM_PLACES)) if width > 0 else 1
-        for index in range(num + 1):
-            x = xs[0] + (xs[-1] - xs[0]) * index / num
+        num = max(1, round((xs[-1] - xs[0]) / width * _WINDOW * _NUM_PLACES))
+        for x in (xs[0] + (xs[-1] - xs[0]) * index / num for index in range(num + 1)):
             near = ys[bisect_left(xs, x - width / 2) : bisect_right(xs, x + width / 2)]
             if near:
-                kept.append((x, sum(near) / len(near)))
-    return kept
+                means.append((x, sum(near) / len(near)))
+    return means
 
 
-def evenly(points: Sequence[Point], limit: int) -> list[Point]:
-    """Return at most `limit` of the points, evenly spaced in their order, with the first and the last; for tables."""
-    if len(points) <= limit:
-        return list(points)
-    return [points[round(number * (len(points) - 1) / (limit - 1))] for number in range(limit)]
+def evenly(items: Sequence[_Item], limit: int) -> list[_Item]:
+    """Return at most `limit` of the items, evenly spaced in their order, with the first and the last; for tables."""
+    if len(items) <= limit:
+        return list(items)
+    return [items[round(number * (len(items) - 1) / (limit - 1))] for number in range(limit)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,35 +238,31 @@ class Axis:
         share = (value - self.low) / (self.high - self.low)
         return round(self.begin + share * (self.end - self.begin), 1)
 
+    @property
+    def labels(self) -> list[tuple[float, str]]:
+        """The coordinate and the text of each tick."""
+        return list(zip(map(self.at, self.ticks), tick_texts(self.ticks), strict=True))
 
-def axis(
-    values: Iterable[float],
-    begin: float,
-    end: float,
-    *,
-    from_zero: bool = False,
-    is_snug: bool = False,
-    is_whole: bool = False,
-    num_ticks: int = 5,
-) -> Axis:
+
+def axis(values: Iterable[float], begin: float, end: float, *, from_zero: bool = False, is_steps: bool = False) -> Axis:
     """Return an axis that holds all values, with ticks at round numbers: 1, 2 or 5 times a power of ten apart.
 
-    from_zero: it starts at 0. is_snug: it ends at the last value, else at a tick. is_whole: its ticks are integers.
+    from_zero: it starts at 0. is_steps: its ticks are integers, and it ends at the last value; others end at a tick.
     """
     held = list(values)
     low, high = min(held, default=0.0), max(held, default=1.0)
-    if from_zero or (is_snug and 0 < low < high / 10):
+    if from_zero or (is_steps and 0 < low < high / 10):
         low, high = min(low, 0.0), max(high, 0.0)
     if not high - low > max(1e-9 * max(abs(low), abs(high)), 1e-290):
         room = abs(low) / 10 if abs(low) > 1e-290 else 1.0
         low, high = 0.0 if from_zero else low - room, high + room
-    least = (high - low) / num_ticks
+    least = (high - low) / (6 if is_steps else 5)
     power = 10.0 ** math.floor(math.log10(least))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9))
-    step = max(step, float(is_whole))
+    step = max(step, float(is_steps))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     ticks = tuple(number * step for number in range(first, last + 1))
-    if is_snug:
+    if is_steps:
         return Axis(low, high, begin, end, tuple(tick for tick in ticks if low <= tick <= high))
     return Axis(min(low, ticks[0]), max(high, ticks[-1]), begin, end, ticks)
 
@@ -297,12 +270,11 @@ def axis(
 def tick_texts(ticks: Sequence[float]) -> list[str]:
     """Return the texts of an axis's ticks: as few digits as tell them apart."""
     step = ticks[1] - ticks[0] if len(ticks) > 1 else abs(ticks[0]) or 1.0
-    rounded = [0.0 if abs(tick) < step / 1e6 else tick for tick in ticks]
-    if max(map(abs, rounded)) >= 10_000:
-        texts = [short(tick) for tick in rounded]
-        return texts if len(set(texts)) == len(texts) else [f"{tick:,.0f}" for tick in rounded]
+    if max(map(abs, ticks)) >= 10_000:
+        texts = [short(tick) for tick in ticks]
+        return texts if len(set(texts)) == len(texts) else [f"{tick:,.0f}" for tick in ticks]
     digits = max(0, -math.floor(math.log10(step) + 1e-9))
-    return [f"{tick:,.{digits}f}" if digits < 7 else f"{tick:.3g}" for tick in rounded]
+    return [f"{tick:,.{digits}f}" if digits < 7 else f"{tick:.3g}" for tick in ticks]
 
 
 def number(value: float | None) -> str:

@@ -36,12 +36,7 @@ def element(tag: str, *content: object, **attributes: object) -> Markup:
     )
     if tag in _VOID:
         return Markup(f"<{tag}{opened}/>")
-    return Markup(f"<{tag}{opened}>{join(content)}</{tag}>")
-
-
-def join(parts: Iterable[object]) -> Markup:
-    """Return the parts after one another."""
-    return Markup("".join(map(escape, parts)))
+    return Markup(f"<{tag}{opened}>{''.join(map(escape, content))}</{tag}>")
 
 
 def json_script(value: Any) -> Markup:

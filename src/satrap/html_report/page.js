@@ -18,7 +18,7 @@ for (const plot of document.querySelectorAll(".plot")) {
     if (!found.length) return;
     const near = found.map(([series, index]) => series.x[index]).sort((a, b) => Math.abs(a - at) - Math.abs(b - at))[0];
     const lines = found.map(([series, index]) => (data.series.length > 1 ? series.name + ": " : "") + text(series.y[index]));
-    tip.textContent = [data.x + " " + text(near), ...lines].join("\n");
+    tip.textContent = ["step " + text(near), ...lines].join("\n");
     const place = data.begin + (near - data.low) / (data.high - data.low) * (data.end - data.begin);
     cursor.setAttribute("x1", place);
     cursor.setAttribute("x2", place);

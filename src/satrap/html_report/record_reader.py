@@ -13,15 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from satrap.errors import ConfigError
-from satrap.html_report.run_records import Interval, Loop, RunRecords
+from satrap.html_report.run_records import MAPS, NUMBERS, Loop, Record, RunRecords
 from satrap.monitor.record_file import FOLDER, RecordCounts, scan_records
 
 _TRAINER = re.compile(r"trainer-(\d{1,9})")
-_NUMBERS = ("loss", "auc", "ne", "window", "memory", "gradient_norm", "device_bytes")
-_MAPS = ("logged", "learning_rates", "rows", "bytes", "metrics")
 _OF_TRAINERS = {
     "start": ("id", "at"),
-    "interval": ("id", *Interval._fields),
+    "interval": ("id", "at", "seconds", "trained", "step", "steps", "samples", "rate"),
     "evaluation": ("id", "at", "step", "metrics"),
     "end": ("id", "at"),
 }
@@ -44,13 +42,12 @@ def read_run(folder: Path, is_live: bool | None = None) -> RunRecords:
         if match is None and path.stem != "run":
             continue
         counts = RecordCounts()
-        lines = scan_records(path, counts)
         try:
             if match is None:
-                run.events = list(_whole(lines, _OF_RUN, counts))
+                run.events = list(_whole(path, _OF_RUN, counts))
             else:
-                has_tables = any(key in ("rows", "bytes") for loop in run.loops for key, _ in loop.columns)
-                run.loops += _loops(int(match[1]), _whole(lines, _OF_TRAINERS, counts), keeps_tables=not has_tables)
+                has_tables = any("rows" in line or "bytes" in line for line in run.intervals)
+                run.loops += _loops(int(match[1]), _whole(path, _OF_TRAINERS, counts), keeps_tables=not has_tables)
         except OSError as error:
             run.unreadable.append(f"{FOLDER}/{path.name} cannot be read ({error.strerror}).")
             continue
@@ -66,15 +63,16 @@ def _leave_out_earlier(run: RunRecords) -> None:
     it."""
     starts = [event["at"] for event in run.events if event["kind"] == "run"]
     for number, start in reversed(list(enumerate(starts))):
-        loops = [loop for loop in run.loops if (loop.began_at or 0.0) >= start]
-        if any(loop.intervals and loop.intervals[0].first_step <= 1 for loop in loops):
+        loops = [loop for loop in run.loops if loop.began_at >= start]
+        if any(loop.intervals and loop.intervals[0]["first_step"] <= 1 for loop in loops):
             run.loops, run.num_earlier = loops, number
             run.events = [event for event in run.events if event["at"] >= start]
             return
 
 
-def _loops(rank: int, lines: Iterable[dict[str, Any]], *, keeps_tables: bool) -> list[Loop]:
-    """Return the loops of one trainer."""
+def _loops(rank: int, lines: Iterable[Record], *, keeps_tables: bool) -> list[Loop]:
+    """Return the loops of one trainer. keeps_tables: whether to keep the rows and bytes of each table, of which one
+    trainer's are enough."""
     loops: dict[str, Loop] = {}
     for line in lines:
         loop = loops.setdefault(line["id"], Loop(rank=rank))
@@ -84,54 +82,39 @@ def _loops(rank: int, lines: Iterable[dict[str, Any]], *, keeps_tables: bool) ->
             loop.end = line
         elif line["kind"] == "evaluation":
             loop.evaluations.append(line)
-            _add_columns(loop, line)
         else:
-            _add_interval(loop, line if keeps_tables else {**line, "rows": None, "bytes": None})
+            line["first_step"] = line["step"] - line["steps"] + 1
+            if loop.intervals and "learning_rates" in loop.intervals[-1]:  # recorded when they change
+                line.setdefault("learning_rates", loop.intervals[-1]["learning_rates"])
+            for key in () if keeps_tables else ("rows", "bytes"):
+                line.pop(key, None)
+            loop.intervals.append(line)
     processes: dict[str, int] = {}
     for loop in loops.values():
         process = processes.setdefault(str(loop.start.get("process")), len(processes))
-        loop.launch = (loop.start.get("launch") or 0, process)
+        loop.launch = loop.start.get("launch") or process + 1
     return list(loops.values())
 
 
-def _add_interval(loop: Loop, line: dict[str, Any]) -> None:
-    interval = Interval(*(line[name] for name in Interval._fields))
-    loop.intervals.append(interval)
-    if not line.get("learning_rates"):  # recorded when they change
-        rates = {name: points[-1][1] for (key, name), points in loop.columns.items() if key == "learning_rates"}
-        line["learning_rates"] = rates
-    _add_columns(loop, line)
-    loop.epochs += line.get("epochs") or []
-    loop.staleness.update({int(steps): int(batches) for steps, batches in (line.get("staleness") or {}).items()})
-    for stage, mean in (line.get("stages") or {}).items():
-        loop.stage_steps[stage] += interval.steps
-        loop.stage_seconds[stage] += mean * interval.steps
-    loop.lost = line.get("lost") or loop.lost
-
-
-def _add_columns(loop: Loop, line: Mapping[str, Any]) -> None:
-    values = {(key, ""): line[key] for key in _NUMBERS if key in line}
-    values |= {(key, sys.intern(name)): y for key in _MAPS for name, y in (line.get(key) or {}).items()}
-    for column, value in values.items():
-        loop.columns.setdefault(column, []).append((float(line["step"]), value))
-
-
-def _whole(
-    lines: Iterable[dict[str, Any]], kinds: Mapping[str, tuple[str, ...]], counts: RecordCounts
-) -> Iterator[dict[str, Any]]:
+def _whole(path: Path, kinds: Mapping[str, tuple[str, ...]], counts: RecordCounts) -> Iterator[Record]:
     """Yield the records of these kinds that have what they must have, and count the others as damaged."""
-    for line in lines:
+    for line in scan_records(path, counts):
         if line["kind"] not in kinds:
             continue
-        is_complete = all(line.get(name) is not None for name in kinds[line["kind"]])
-        if is_complete and all(check(line[name]) for name, check in _CHECKS.items() if line.get(name) is not None):
-            yield line
+        record = {sys.intern(key): value for key, value in line.items() if value is not None or key in NUMBERS}
+        is_complete = all(name in record for name in kinds[line["kind"]])
+        if is_complete and all(check(record[name]) for name, check in _CHECKS.items() if name in record):
+            yield record | {key: {sys.intern(k): v for k, v in record[key].items()} for key in MAPS if key in record}
         else:
             counts.damaged += 1
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
+
+
+def _is_number_or_null(value: object) -> bool:
+    return value is None or _is_number(value)
 
 
 def _is_count(value: object) -> bool:
@@ -143,13 +126,16 @@ def _is_map(value: object) -> bool:
 
 
 _CHECKS: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("at", "seconds", "trained", "rate", *_NUMBERS), _is_number),
+    **dict.fromkeys(NUMBERS, _is_number_or_null),
+    **dict.fromkeys(("at", "seconds", "trained"), lambda value: _is_number(value) and 0 <= value < 1e11),
+    "rate": _is_number,
     **dict.fromkeys(("step", "steps", "samples", "launch", "servers", "status"), _is_count),
-    **dict.fromkeys((*_MAPS, "stages", "lost"), _is_map),
+    **dict.fromkeys((*MAPS, "stages", "lost"), _is_map),
     "id": lambda value: isinstance(value, str),
+    "settings": lambda value: isinstance(value, dict),
     "is_best": lambda value: isinstance(value, bool),
     "epochs": lambda value: isinstance(value, list) and all(map(_is_count, value)),
-    "metrics": lambda value: isinstance(value, dict) and _is_map({k: v for k, v in value.items() if v is not None}),
+    "metrics": lambda value: isinstance(value, dict) and all(map(_is_number_or_null, value.values())),
     "staleness": lambda value: _is_map(value) and all(key.isdecimal() and len(key) < 10 for key in value),
 }
-"""Checks of the values of records, by name; each value may be null."""
+"""Checks of the values of records, by name."""

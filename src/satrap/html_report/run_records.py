@@ -4,38 +4,23 @@ trainers together, and of the memory of servers and workers. Pure: satrap.html_r
 A launch that resumes a checkpoint trains some steps again: what an earlier launch recorded of them is superseded.
 """
 
+import math
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from itertools import accumulate
+from typing import Any
 
+Record = dict[str, Any]
+"""A line that a trainer (satrap.monitor.training_record) or `satrap run` wrote. A value is null only where a number is
+not finite."""
 Point = tuple[float, float | None]
 """A step, and a value; None: it is not finite, or a curve is interrupted here."""
-
-
-class Interval(NamedTuple):
-    """The measures of some steps."""
-
-    at: float
-    """Unix time of its end."""
-    seconds: float
-    """Time since the loop started."""
-    trained: float
-    """Seconds of the interval without evaluations."""
-    step: int
-    """The last step."""
-    steps: int
-    samples: int
-    """Number of samples since the loop started."""
-    rate: float
-    """Samples per second."""
-
-    @property
-    def first_step(self) -> int:
-        """The first step."""
-        return self.step - self.steps + 1
+NUMBERS = ("loss", "auc", "ne", "window", "memory", "gradient_norm", "device_bytes")
+"""What a record may have one number of."""
+MAPS = ("logged", "learning_rates", "rows", "bytes", "metrics")
+"""What a record may have several numbers of, by the name of a table, group of parameters or metric."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,45 +28,37 @@ class Loop:
     """What one `Progress` recorded."""
 
     rank: int
-    start: dict[str, Any] = field(default_factory=dict)
+    launch: int = 1
+    """Number of the launch: that of the run, or how many processes of this trainer recorded so far."""
+    start: Record = field(default_factory=dict)
     """The record of its start; empty if that is damaged."""
-    intervals: list[Interval] = field(default_factory=list)
-    columns: dict[tuple[str, str], list[Point]] = field(default_factory=dict)
-    """The values by step of each number, by its key, such as "loss", "rows" or "metrics", and the name of the table or
-    metric; "" for a number without such a name. Rows and bytes are read of one trainer only."""
-    epochs: list[int] = field(default_factory=list)
-    """The first steps of epochs that began."""
-    evaluations: list[dict[str, Any]] = field(default_factory=list)
-    end: dict[str, Any] | None = None
-    """The record of its end, if there is one."""
-    staleness: Counter[int] = field(default_factory=Counter)
-    """Number of batches that missed n steps."""
-    stage_seconds: Counter[str] = field(default_factory=Counter)
-    """Seconds of each stage."""
-    stage_steps: Counter[str] = field(default_factory=Counter)
-    """Number of steps that `stage_seconds` covers."""
-    lost: dict[str, int] = field(default_factory=dict)
-    """What was not trained on, by the last record: counters of the process, which never start again."""
-    launch: tuple[int, int] = (0, 0)
-    """Orders the launches of a trainer: the run's number, or how many processes recorded before."""
+    intervals: list[Record] = field(default_factory=list)
+    """Records of intervals, with the `first_step` of each."""
+    evaluations: list[Record] = field(default_factory=list)
+    end: Record = field(default_factory=dict)
+    """The record of its end; empty if there is none."""
 
     @property
-    def began_at(self) -> float | None:
-        """Unix time of its start; None: not known."""
-        if "at" in self.start:
-            return float(self.start["at"])
-        return self.intervals[0].at - self.intervals[0].seconds if self.intervals else None
+    def began_at(self) -> float:
+        """Unix time of its start; 0 if it is not known."""
+        times = [line["at"] - line["seconds"] for line in self.intervals[:1]]
+        return float(self.start.get("at", max([0.0, *times])))
 
     @property
-    def launch_number(self) -> int:
-        """The number of the launch, from 1."""
-        return self.launch[0] or self.launch[1] + 1
-
-    @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Record:
         """The settings at its start."""
-        settings = self.start.get("settings")
-        return settings if isinstance(settings, dict) else {}
+        settings: Record = self.start.get("settings", {})
+        return settings
+
+    def columns(self) -> dict[tuple[str, str], list[Point]]:
+        """Return the values by step of each number, by its key and its name; "" for one of `NUMBERS`."""
+        columns: dict[tuple[str, str], list[Point]] = {}
+        for line in (*self.intervals, *self.evaluations):
+            values = {(key, ""): line[key] for key in NUMBERS if key in line}
+            values |= {(key, name): value for key in MAPS for name, value in line.get(key, {}).items()}
+            for column, value in values.items():
+                columns.setdefault(column, []).append((float(line["step"]), value))
+        return columns
 
 
 @dataclass(slots=True, kw_only=True)
@@ -93,7 +70,11 @@ class Series:
     superseded: list[Point] = field(default_factory=list)
     """The part that a later launch trained again."""
     look: str = ""
-    """Classes of its colour and dashes; empty: those of its place in the chart."""
+    """Classes of its colour and dashes."""
+
+    def mapped(self, change: Callable[[Sequence[Point]], list[Point]]) -> "Series":
+        """Return the curve with both of its parts changed."""
+        return replace(self, points=change(self.points), superseded=change(self.superseded))
 
     @property
     def last(self) -> float:
@@ -108,7 +89,7 @@ class RunRecords:
     name: str
     loops: list[Loop] = field(default_factory=list)
     """By rank, then by time."""
-    events: list[dict[str, Any]] = field(default_factory=list)
+    events: list[Record] = field(default_factory=list)
     """Records of `satrap run` itself; none if it did not start the script."""
     damaged: dict[str, int] = field(default_factory=dict)
     """Number of damaged lines, by file."""
@@ -121,9 +102,14 @@ class RunRecords:
     """Number of runs in the same folder that ended before this one began at the first step; they are left out."""
 
     @property
-    def intervals(self) -> list[Interval]:
+    def intervals(self) -> list[Record]:
         """All intervals, by rank, then by time."""
         return [interval for loop in self.loops for interval in loop.intervals]
+
+    @property
+    def best(self) -> Record | None:
+        """The record of the best evaluation, if one was marked."""
+        return next((line for loop in self.loops[::-1] for line in loop.evaluations[::-1] if line.get("is_best")), None)
 
     @property
     def by_rank(self) -> dict[int, list[Loop]]:
@@ -144,17 +130,15 @@ class RunRecords:
         """The curves of each number by its key. A number like "loss" has a curve for each trainer; one like "rows" has
         one for each name that the first trainer with any recorded, since each trainer sees whole tables. The key "rate"
         has the samples per second."""
-        curves: dict[str, list[Series]] = {}
-        ranks = self.by_rank
+        first, ranks = self.first_loops, self.by_rank
+        curves = {"rate": [series_of("", first, [rates(self.loops, loop) for loop in first])]}
         for rank, loops in ranks.items():
-            complete = set(curves)
-            for key, name in dict.fromkeys(column for loop in loops for column in loop.columns):
+            complete, columns = set(curves), [loop.columns() for loop in loops]
+            for key, name in dict.fromkeys(column for of_loop in columns for column in of_loop):
                 if not name or key not in complete:
                     label = name or (f"trainer {rank}" if len(ranks) > 1 else "")
-                    points = [loop.columns.get((key, name), []) for loop in loops]
+                    points = [of_loop.get((key, name), []) for of_loop in columns]
                     curves.setdefault(key, []).append(series_of(label, loops, points))
-        first = self.first_loops
-        curves["rate"] = [series_of("", first, [rates(self.loops, loop) for loop in first])]
         sizes = [(event["at"], event["bytes"]) for event in self.events if event["kind"] == "memory"]
         memory = curves.setdefault("memory", [])
         for curve in memory if sizes else ():
@@ -162,17 +146,13 @@ class RunRecords:
         for name in dict.fromkeys(name for _, measured in sizes for name in measured):
             values = [(at, measured[name]) for at, measured in sizes if name in measured]
             memory.append(series_of(name, first, [_by_step(loop, values) for loop in first]))
-        return {key: [one for one in found if one.points or one.superseded] for key, found in curves.items()}
+        return {key: [curve for curve in drawn if curve.points or curve.superseded] for key, drawn in curves.items()}
 
 
 def cuts(loops: Sequence[Loop]) -> list[float]:
     """Return for each loop of a trainer the step from which later loops trained again; infinite if none did."""
-    steps, cut = [], float("inf")
-    for loop in reversed(loops):
-        steps.append(cut)
-        if loop.intervals:
-            cut = min(cut, loop.intervals[0].first_step)
-    return steps[::-1]
+    begins = [loop.intervals[0]["first_step"] if loop.intervals else math.inf for loop in loops]
+    return list(accumulate(reversed(begins), min, initial=math.inf))[-2::-1]
 
 
 def series_of(name: str, loops: Sequence[Loop], points: Sequence[Sequence[Point]]) -> Series:
@@ -181,7 +161,7 @@ def series_of(name: str, loops: Sequence[Loop], points: Sequence[Sequence[Point]
     series = Series(name=name)
     for loop, of_loop, cut in zip(loops, points, cuts(loops), strict=True):
         counted, again = [p for p in of_loop if p[0] < cut], [p for p in of_loop if p[0] >= cut]
-        divided = {float(interval.step) for interval in loop.intervals if interval.first_step < cut <= interval.step}
+        divided = {float(line["step"]) for line in loop.intervals if line["first_step"] < cut <= line["step"]}
         counted += [(cut - 1, y) for x, y in again[:1] if x in divided]
         for target, part in ((series.points, counted), (series.superseded, again)):
             if part and target:
@@ -196,11 +176,11 @@ def rates(loops: Sequence[Loop], loop: Loop) -> list[Point]:
     The intervals of other trainers end at other steps: each counts with the one that holds this step, or its last."""
     ranks: dict[int, list[tuple[int, float]]] = {}
     for other in loops:
-        if other.launch_number == loop.launch_number:
-            held = [(interval.step, interval.rate) for interval in other.intervals if interval.steps]
+        if other.launch == loop.launch:
+            held = [(line["step"], line["rate"]) for line in other.intervals if line["steps"]]
             ranks.setdefault(other.rank, []).extend(held)
     spans = [sorted(held) for held in ranks.values() if held]
-    steps = [interval.step for interval in loop.intervals if interval.steps]
+    steps = [line["step"] for line in loop.intervals if line["steps"]]
     return [
         (float(step), sum(held[min(bisect_left(held, (step,)), len(held) - 1)][1] for held in spans)) for step in steps
     ]
@@ -209,6 +189,6 @@ def rates(loops: Sequence[Loop], loop: Loop) -> list[Point]:
 def _by_step(loop: Loop, values: Sequence[tuple[float, float]]) -> list[Point]:
     """Return values with the Unix times of their measurement by the step of a loop, as far as they fall into it: each
     counts for the interval in which it was measured."""
-    times = [interval.at for interval in loop.intervals]
-    places = [(bisect_left(times, at), value) for at, value in values if at >= (loop.began_at or 0.0)]
-    return [(float(loop.intervals[place].step), value) for place, value in places if place < len(times)]
+    times = [line["at"] for line in loop.intervals]
+    places = [(bisect_left(times, at), value) for at, value in values if at >= loop.began_at]
+    return [(float(loop.intervals[place]["step"]), value) for place, value in places if place < len(times)]

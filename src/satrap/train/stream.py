@@ -36,6 +36,7 @@ from satrap.collected import close_when_collected
 from satrap.data.inputs import Inputs, Position
 from satrap.data.skipped_rows import SkippedRows
 from satrap.errors import NotReadyError, StreamError
+from satrap.internal_members import internal
 from satrap.interrupts import Uninterrupted
 from satrap.monitor.report import Counters
 from satrap.train.ahead_rows import rows_of
@@ -69,6 +70,7 @@ _CLEARED = "zero_grad() cleared its gradients before optimizer.step()"
 _REASONS = {"zero_grad": _CLEARED, "overflow": "a GradScaler found an overflow and skipped its step"}
 
 
+@internal("drop evaluation is_over joint pause release update")
 class Stream(Iterator[Batch]):
     """An iterator over batches with their rows looked up; created by `Embeddings.stream`.
 
@@ -196,8 +198,7 @@ class Stream(Iterator[Batch]):
         if self._ledger.offered is None and self.joint is not None and self.joint.must_compare_request:
             self._worker.settle()  # before another trainer may wait for this one
             self.joint.request()
-        if self._train:
-            self._drop_released()
+        self._drop_released()
         batch = self._pipeline.next()
         if batch is None or not self._joins_step(batch):
             self._end()

@@ -141,7 +141,7 @@ INTERNAL = {
     "Serializable": "to_dict from_dict",
 }
 """Arguments that other packages of Satrap use and users do not, by class; and the forms that an introduction describes.
-`satrap.internal_members` hides members of the first kind."""
+`satrap.hidden_names` hides members of the first kind."""
 INTERNAL_ERRORS = {"MovedError"}
 """Exceptions that one process of Satrap raises for another, which handles it."""
 RETURNED = {
@@ -238,7 +238,7 @@ def hidden_of(cls: type) -> set[str]:
 
 
 def _internal_of(cls: type) -> tuple[str, ...]:
-    """Return the members that `satrap.internal_members.internal` hides."""
+    """Return the members that `satrap.hidden_names.internal` hides."""
     names: tuple[str, ...] = vars(cls).get("_internal", ())
     return names
 

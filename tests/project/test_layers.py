@@ -22,7 +22,7 @@ BASE = {
     "event_log",
     "interrupts",
     "collected",
-    "internal_members",
+    "hidden_names",
     "run_context",
     "transfer",
     "cgroups",

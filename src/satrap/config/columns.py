@@ -27,7 +27,7 @@ from satrap.config.validation import (
     suggest,
 )
 from satrap.errors import ConfigError, SourceError
-from satrap.internal_members import internal
+from satrap.hidden_names import internal
 
 LabelKind = Literal["binary", "real", "count"]
 Time = Literal["days", "hours", "seconds", "hour_of_day", "weekday"]

@@ -29,7 +29,7 @@ from satrap.config.validation import (
     set_field,
 )
 from satrap.errors import ConfigError
-from satrap.internal_members import internal
+from satrap.hidden_names import internal
 
 LAST_VERSION = 2**32 - 2
 """The largest version of a table."""

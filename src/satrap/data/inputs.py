@@ -15,7 +15,7 @@ from satrap.config.array_args import as_ids, as_offsets, as_weights
 from satrap.config.tables import Feature
 from satrap.config.validation import Serializable, check_integer, kind_of, set_field, suggest
 from satrap.errors import InputError
-from satrap.internal_members import internal
+from satrap.hidden_names import internal
 
 _MAX_COUNT = 2**63 - 1
 

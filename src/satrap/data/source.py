@@ -29,7 +29,7 @@ from satrap.data.id_limit import IdLimit, check_max_ids
 from satrap.data.inputs import Position
 from satrap.data.sample_selection import Selection, check_bound, check_share
 from satrap.errors import ConfigError, InputError
-from satrap.internal_members import internal
+from satrap.hidden_names import internal
 
 _MAX_COUNT = 2**63 - 1
 _MAX_THREADS = 64

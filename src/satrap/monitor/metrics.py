@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from satrap.config.validation import suggest
 from satrap.errors import ConfigError, InputError
-from satrap.internal_members import internal
+from satrap.hidden_names import internal
 
 Mode = Literal["max", "min"]
 _BINARY: dict[str, Mode | None] = {

@@ -20,7 +20,7 @@ from satrap.config import array_args
 from satrap.config.tables import Table, require_frozen_ids
 from satrap.config.validation import ByName, kind_of
 from satrap.errors import ConfigError, InputError, SnapshotError
-from satrap.internal_members import internal
+from satrap.hidden_names import internal
 from satrap.storage.open_folder import open_folder
 from satrap.table.engine import Slot, attach_engine, look_up, open_engine, update
 from satrap.table.group_cut import GroupCut

@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 from satrap.config.location import local_path
 from satrap.config.validation import check_choice, check_flag, set_field
 from satrap.errors import ConfigError
-from satrap.internal_members import internal
+from satrap.hidden_names import internal
 from satrap.run_context import current_context
 
 _FILES = {"keys": " in it: client.key, which `satrap keys` wrote", "shared": " to create in it, such as /dev/shm/rows"}

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from satrap.device.device_stream import to_host
 from satrap.errors import ConfigError
-from satrap.internal_members import internal
+from satrap.hidden_names import internal
 from satrap.train.dense_strategy import DenseStrategy
 from satrap.train.session import TrainingSession
 

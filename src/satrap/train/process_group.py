@@ -23,7 +23,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from satrap.errors import ConfigError, SatrapError, StreamError
-from satrap.internal_members import internal
+from satrap.hidden_names import internal
 from satrap.run_context import COLLECTIVE_TIMEOUT
 
 if TYPE_CHECKING:

@@ -36,7 +36,7 @@ from satrap.collected import close_when_collected
 from satrap.data.inputs import Inputs, Position
 from satrap.data.skipped_rows import SkippedRows
 from satrap.errors import NotReadyError, StreamError
-from satrap.internal_members import internal
+from satrap.hidden_names import internal
 from satrap.interrupts import Uninterrupted
 from satrap.monitor.report import Counters
 from satrap.train.ahead_rows import rows_of

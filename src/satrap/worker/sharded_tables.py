@@ -17,7 +17,7 @@ from satrap.config import array_args
 from satrap.config.tables import Table
 from satrap.config.validation import ByName
 from satrap.errors import ChangesError, InputError, SatrapError
-from satrap.internal_members import internal
+from satrap.hidden_names import internal
 from satrap.sharding.owner_split import OwnedIds
 from satrap.storage.open_folder import absolute, open_folder
 from satrap.table.engine import state_dim

@@ -135,28 +135,13 @@ TOPICS = {
 """The pages and what each describes: the public names."""
 INTERNAL = {
     "Config": "to_dict from_dict",
-    "Deployment": "in_context",
     "Embedding": "extra_repr get_extra_state set_extra_state",
     "EmbeddingBag": "extra_repr get_extra_state set_extra_state",
-    "Embeddings": "extra_repr get_extra_state set_extra_state settings worker",
-    "Evaluation": "held held_groups",
-    "HybridOptimizer": "hold",
-    "LabelColumn": "expected find_invalid other_value text_values",
-    "Position": "after",
-    "ProcessGroup": (
-        "all count forward_waits run_first broadcast_int gather exchange require_same_gradients wrap broadcast_"
-    ),
     "Progress": "clock",
     "Serializable": "to_dict from_dict",
-    "ShardedTables": "is_whole keeps_cuts map_version require_permitted restore take_cut",
-    "Source": "origin",
-    "Store": "fill forget_saves in_engine",
-    "Stream": "drop evaluation is_over joint pause release update",
-    "Table": "frozen_ids with_buckets",
-    "TableGroup": "fill in_engine is_whole keeps_cuts map_version require_permitted restore take_cut verify",
 }
-"""Public members and arguments that other packages of Satrap use and users do not, by class; and the forms that an
-introduction describes."""
+"""Arguments that other packages of Satrap use and users do not, by class; and the forms that an introduction describes.
+`satrap.hidden_names` hides members of the first kind."""
 INTERNAL_ERRORS = {"MovedError"}
 """Exceptions that one process of Satrap raises for another, which handles it."""
 RETURNED = {
@@ -237,7 +222,7 @@ def _page(name: str) -> str:
 def describe(cls: type) -> Described:
     """Collect the public members of a class and of those of its bases that are Satrap's."""
     described = Described(cls)
-    hidden = _hidden(cls)
+    hidden = hidden_of(cls)
     for base in filter(is_ours, reversed(cls.__mro__)):
         for member in members_of(base):
             known = described.members.get(member.name)
@@ -248,8 +233,14 @@ def describe(cls: type) -> Described:
     return described
 
 
-def _hidden(cls: type) -> set[str]:
-    return {member for base in cls.__mro__ for member in INTERNAL.get(base.__name__, "").split()}
+def hidden_of(cls: type) -> set[str]:
+    return {name for base in cls.__mro__ for name in (*INTERNAL.get(base.__name__, "").split(), *_internal_of(base))}
+
+
+def _internal_of(cls: type) -> tuple[str, ...]:
+    """Return the members that `satrap.hidden_names.internal` hides."""
+    names: tuple[str, ...] = vars(cls).get("_internal", ())
+    return names
 
 
 def _item(item: object) -> list[str]:
@@ -273,7 +264,7 @@ def _class(cls: type) -> list[str]:
     if has_fields and cls.__name__ not in RETURNED:
         lines += _code(_wrapped(f"{cls.__name__}(", _field_parameters(cls, described, inherited), ")"))
     elif init is not None:
-        lines += _code(_signature(init, cls.__name__, _hidden(cls)))
+        lines += _code(_signature(init, cls.__name__, hidden_of(cls)))
     of_module = (ast.get_docstring(module_tree(cls.__module__)) or "").partition("\n\n")[0].replace("\n", " ")
     text = (ast.get_docstring(class_tree(cls)) or "").replace("See the file's docstring.", of_module)
     text, of_fields = split_arguments(text, set(described.members))

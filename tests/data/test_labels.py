@@ -118,6 +118,16 @@ def test_labels_are_binary_unless_declared() -> None:
             list(data.batches(["a"]))
 
 
+@pytest.mark.parametrize("wrap", [lambda label: label, lambda label: [label]], ids=["bytes", "lists"])
+def test_labels_of_bytes_need_not_be_utf8(wrap: Any) -> None:
+    """Bytes that are no text are another text: 0 beside `true`, malformed beside `values`."""
+    columns: dict[str, Any] = {"y": [wrap(label) for label in (b"0", b"1", b"\xff")], "a": [1, 2, 3]}
+    (inputs,) = Frame(columns, label=LabelColumn("y", true="1")).batches(["a"])
+    assert inputs.label is not None and inputs.label.tolist() == [0, 1, 0]
+    with pytest.raises(SourceError, match=r"row 3: column 'y' holds b'\\xff'; expected one of '0', '1'"):
+        list(Frame(columns, label=LabelColumn("y", values={"0": 0, "1": 1})).batches(["a"]))
+
+
 def test_converted_labels_are_of_the_kind() -> None:
     """`true` and `above` yield 0 and 1; a missing label is of no kind; an infinite label is not `above`."""
     columns: dict[str, Any] = {"n": [3.0, 20.0, None], "t": ["y", "n", None], "a": [1, 2, 3]}

@@ -161,3 +161,6 @@ def test_bad_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str
             satrap.Store(satrap.Table("t", dim=2)).write(*part)
     assert main(["import", str(tmp_path / "none.npy"), str(tmp_path / "to"), "--table", "t"]) == 1
     assert "there is no such file" in capsys.readouterr().err and not (tmp_path / "to").exists()
+    np.save(tmp_path / "nan.npy", np.array([[1, 2], [3, np.nan]], np.float32))
+    assert main(["import", str(tmp_path / "nan.npy"), str(tmp_path / "to"), "--table", "t"]) == 1
+    assert "nan.npy: table 't': values[1] holds nan, for id 1; expected finite" in capsys.readouterr().err

@@ -16,7 +16,18 @@ PACKAGE = ROOT / "src/satrap"
 
 # Which packages a package may import from, besides itself and BASE. None may import what imports it, except among its
 # own parts: `test_no_file_imports_itself_in_a_circle` sees to the files.
-BASE = {"errors", "byte_sizes", "event_log", "interrupts", "collected", "run_context", "transfer", "cgroups", "_core"}
+BASE = {
+    "errors",
+    "byte_sizes",
+    "event_log",
+    "interrupts",
+    "collected",
+    "hidden_names",
+    "run_context",
+    "transfer",
+    "cgroups",
+    "_core",
+}
 ARROWS: dict[str, str] = {
     "config": "",
     "rpc": "config",

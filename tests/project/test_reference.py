@@ -19,6 +19,8 @@ import satrap
 
 DOCS = Path(__file__).parents[2] / "docs"
 MODULES = ("models", "negatives", "nn", "synthetic")
+FORMS = {"to_dict", "from_dict"}
+"""Public, and described by an introduction alone."""
 NO_ITEMS = {"__version__", *MODULES}
 
 
@@ -119,7 +121,8 @@ def is_shown(name: str, section: str) -> bool:
 
 
 def internal_of(writer: ModuleType, cls: type) -> set[str]:
-    return {name for base in cls.__mro__ for name in writer.INTERNAL.get(base.__name__, "").split()}
+    names: set[str] = writer.hidden_of(cls)
+    return names
 
 
 def public_items() -> dict[str, Any]:
@@ -167,6 +170,8 @@ def test_objects_of_a_run_have_no_attribute_that_is_not_described(
     for name, item in objects.items():
         assert type(item).__name__ == name
         assert undocumented(item, sections, internal_of(writer, type(item))) == [], name
+        hidden = internal_of(writer, type(item)) - FORMS
+        assert not hidden & set(dir(item)), f"completion shows internal members of {name}"
 
 
 def test_the_classes_that_public_calls_return_are_described(writer: ModuleType, sections: dict[str, str]) -> None:
@@ -204,10 +209,12 @@ def test_a_signature_names_types_and_defaults(sections: dict[str, str]) -> None:
 def test_every_member_that_is_left_out_exists(writer: ModuleType) -> None:
     classes = writer.documented()
     bases = {base.__name__: base for cls in classes.values() if isinstance(cls, type) for base in cls.__mro__}
-    for name, members in writer.INTERNAL.items():
-        known = set(dir(bases[name])) | {member.name for member in writer.members_of(bases[name])}
-        known |= set(inspect.signature(bases[name]).parameters)
-        assert set(members.split()) <= known, name
+    for name, base in bases.items():
+        members = (*writer.INTERNAL.get(name, "").split(), *vars(base).get("_internal", ()))
+        if members:
+            known = set(dir(base)) | {member.name for member in writer.members_of(base)}
+            assert set(members) <= known | set(inspect.signature(base).parameters), name
+    assert set(writer.INTERNAL) <= set(bases)
     assert set(writer.RETURNED) <= set(classes)
 
 

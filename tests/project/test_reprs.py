@@ -1,8 +1,10 @@
 """What an interactive session shows of the objects of a run: short, and the parts that a user asks for first."""
 
+import io
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 import satrap
@@ -18,6 +20,8 @@ def test_sources_show_their_path_and_what_differs_from_the_defaults() -> None:
     assert repr(data.replace(path="test/", epochs=None)).startswith("Parquet('test/', dense=('age', DenseColumn(")
     assert repr(satrap.CSV("x.csv", columns=["a", "b"], strip=True)) == "CSV('x.csv', columns=('a', 'b'), strip=True)"
     assert repr(satrap.Frame({"a": [1]}, label="a", batch_size=4)) == "Frame(label='a', batch_size=4)"
+    assert repr(satrap.IterableSource([{"a": [1]}], label="a")) == "IterableSource(a list, label='a')"
+    assert repr(satrap.IterableSource(tuple, batch_size=4)) == "IterableSource(tuple, batch_size=4)"
 
 
 def test_objects_of_a_run_show_their_state(tmp_path: Path) -> None:
@@ -37,6 +41,8 @@ def test_objects_of_a_run_show_their_state(tmp_path: Path) -> None:
     assert not {"register_buffer", "named_modules", "xpu"} & set(dir(embeddings))
     model = torch.nn.Linear(4, 1)
     optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    assert repr(optimizer) == "HybridOptimizer(SGD: lr=0.1, tables: item: lr=0.01)"
+    assert repr(embeddings.trainers) == "ProcessGroup(rank=0, world_size=1)"
     run = satrap.Checkpoint(tmp_path / "run", model, optimizer, embeddings)
     assert repr(run) == f"Checkpoint({str(tmp_path / 'run')!r}, nothing saved or resumed yet)"
     with satrap.Progress(embeddings, []) as progress:
@@ -53,6 +59,20 @@ def test_objects_of_a_run_show_their_state(tmp_path: Path) -> None:
     run.save()
     assert repr(run) == f"Checkpoint({str(tmp_path / 'run')!r}, step 2 saved or resumed)"
     assert repr(embeddings.tables) == "TableGroup(item: 6 rows)"
+
+
+def test_the_screen_shows_its_form() -> None:
+    assert repr(satrap.Screen(io.StringIO())) == "Screen(lines, every_seconds=10)"
+    assert repr(satrap.Screen(io.StringIO(), as_bar=True)).startswith("Screen(a bar, every_seconds=")
+
+
+def test_a_name_that_is_not_there_is_an_error_that_names_the_nearest() -> None:
+    with satrap.Embeddings({"item_id": satrap.Table("item", dim=4)}) as embeddings:
+        with pytest.raises(KeyError, match="there is no table 'itme'; the nearest known one is 'item'"):
+            embeddings.tables["itme"]
+        with pytest.raises(KeyError, match="there is no feature 'user'; known are 'item_id'"):
+            embeddings.features["user"]
+        assert "itme" not in embeddings.tables and embeddings.tables.get("itme") is None
 
 
 def test_sequences_show_their_shapes() -> None:

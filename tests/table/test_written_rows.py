@@ -275,10 +275,10 @@ ONES = np.ones((2, 3), np.float32)
         (([1, 2**64], ONES), "ids[1] is 18446744073709551616"),
         (([1, 2, 3], ONES), "values are float32 of shape (2, 3); expected float32 of shape (3, 3)"),
         (([1, 2], ONES.astype(np.float64)), "values are float64 of shape (2, 3); expected float32"),
-        (([1, 2], np.array([[1, 1, 1], [1, np.nan, 1]], np.float32)), "values[1] holds nan; expected finite"),
+        (([1, 2], np.array([[1, 1, 1], [1, np.nan, 1]], np.float32)), "values[1] holds nan, for id 2; expected finite"),
         (([1, 2], ONES, ONES[:1]), "state are float32 of shape (1, 3); expected float32 of shape (2, 3)"),
         (([1, 2], ONES, ONES * -5), "state[0] holds -5.0; expected at least 0 in the sums of squares and counts of"),
-        (([1, 2], ONES, ONES * np.inf), "state[0] holds inf; expected finite numbers"),
+        (([1, 2], ONES, ONES * np.inf), "state[0] holds inf, for id 1; expected finite numbers"),
     ],
 )
 def test_bad_rows_change_nothing(arguments: tuple[Any, ...], message: str) -> None:

@@ -1,6 +1,7 @@
 """Evaluation of a model: equals metrics of the plain numbers, handles short batches, and changes nothing."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -136,6 +137,21 @@ def test_lists_are_grouped_by_a_column_a_feature_or_a_function() -> None:
     assert found.gauc() == pytest.approx(expected.gauc(), abs=1e-6) and found.mrr() == pytest.approx(expected.mrr())
     with pytest.raises(InputError, match=r"group is 'usr'; expected an extra column .*extra=\['usr'\].*'user'"):
         satrap.evaluate(Sum(), ours.stream(data), group="usr")
+
+
+def test_errors_name_each_column_once_and_the_argument_that_chooses_a_label() -> None:
+    columns = {"item": [1, 2], "shop": [1, 2], "a": [0, 1], "b": [1, 0]}
+    with satrap.Embeddings({"item": satrap.Table("item", dim=4)}) as embeddings:
+        embeddings.tables["item"].write([1], np.ones((1, 4), np.float32))
+        embeddings.eval()
+        stream = embeddings.stream(satrap.Frame(columns, label="a", extra=["item", "shop"]))
+        with pytest.raises(InputError, match=r"known are 'item', 'shop'$"):
+            satrap.evaluate(Sum(), stream, group="cluster")
+        two = satrap.Frame(columns, label=["a", "b"])
+        with pytest.raises(InputError, match=r"the batches have 2 labels; .* label=lambda batch: batch\.label\[:, 0\]"):
+            satrap.evaluate(Sum(), embeddings.stream(two))
+        choose: Any = {"label": lambda batch: batch.label[:, 1], "score": lambda batch: batch.embeddings[:, 0]}
+        assert satrap.evaluate(Sum(), embeddings.stream(two), **choose).values()
 
 
 @pytest.mark.filterwarnings("ignore:.*no table has a row")

@@ -54,7 +54,10 @@ def import_vectors(options: argparse.Namespace) -> Iterator[str]:
         if store is None:
             store = Store(Table(options.table, values.shape[1], dtype=options.dtype))
         before = len(store)
-        store.write(ids, values)
+        try:
+            store.write(ids, values)
+        except InputError as error:
+            raise InputError(f"{options.file}: {error}") from error
         if len(store) != before + len(ids):
             raise InputError(f"{options.file}: some ids occur twice; expected one vector for each id")
     if store is None:

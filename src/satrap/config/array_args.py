@@ -86,9 +86,10 @@ def as_gradients(where: str, gradients: object, shape: tuple[int, ...] | None) -
     return _contiguous(array)
 
 
-def as_values(where: str, name: str, values: object, shape: tuple[int, ...]) -> NDArray[np.float32]:
-    """Return the values that a caller writes into rows, as finite float32 of exactly this shape. Floats of 16 bits are
-    widened."""
+def as_values(where: str, name: str, values: object, ids: NDArray[np.uint64], num_columns: int) -> NDArray[np.float32]:
+    """Return the values that a caller writes into the rows of ids, as finite float32 with a line for each. Floats of 16
+    bits are widened."""
+    shape = len(ids), num_columns
     array = _as_array(where, name, values, "a float32 array")
     if array.dtype == np.float16:
         array = array.astype(np.float32)
@@ -96,7 +97,8 @@ def as_values(where: str, name: str, values: object, shape: tuple[int, ...]) -> 
         raise InputError(f"{where}: {name} are {array.dtype} of shape {array.shape}; expected float32 of shape {shape}")
     if not (finite := np.isfinite(array)).all():
         line = int(np.argwhere(~finite)[0][0])
-        raise InputError(f"{where}: {name}[{line}] holds {array[line][~finite[line]][0]}; expected finite numbers")
+        number = array[line][~finite[line]][0]
+        raise InputError(f"{where}: {name}[{line}] holds {number}, for id {ids[line]}; expected finite numbers")
     return _contiguous(array)
 
 

@@ -27,6 +27,7 @@ from satrap.config.validation import (
     suggest,
 )
 from satrap.errors import ConfigError, SourceError
+from satrap.hidden_names import internal
 
 LabelKind = Literal["binary", "real", "count"]
 Time = Literal["days", "hours", "seconds", "hour_of_day", "weekday"]
@@ -64,6 +65,7 @@ class DenseColumn(Config):
         _check_time(where, self.time)
 
 
+@internal("expected find_invalid other_value text_values")
 @dataclass(frozen=True, slots=True)
 class LabelColumn(Config):
     """A column of the values that the model learns to predict: numbers, or strings that stand for numbers."""

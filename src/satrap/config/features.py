@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import Any, Self
 
 from satrap.config.tables import Feature, Table
-from satrap.config.validation import Serializable, check_name, describe, require_mapping
+from satrap.config.validation import ByName, Serializable, check_name, describe, require_mapping
 from satrap.errors import ConfigError
 
 __all__ = ["Feature", "Features"]
@@ -42,7 +42,7 @@ class Features(Serializable, Mapping[str, Feature]):
         _check_aligned(by_name)
         ranks = {name: rank for rank, name in enumerate(tables)}
         ordered = sorted(by_name, key=lambda name: ranks[by_name[name].table.name])  # stable
-        self._features = {name: by_name[name] for name in ordered}
+        self._features = ByName("feature", {name: by_name[name] for name in ordered})
         self.names = tuple(ordered)
         """The features' names, in this order."""
         self.tables = tuple(tables.values())

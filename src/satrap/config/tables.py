@@ -29,6 +29,7 @@ from satrap.config.validation import (
     set_field,
 )
 from satrap.errors import ConfigError
+from satrap.hidden_names import internal
 
 LAST_VERSION = 2**32 - 2
 """The largest version of a table."""
@@ -148,6 +149,7 @@ Pooling = Literal["sum", "mean", "sqrtn", "none"]
 Keep = Literal["last", "first"]
 
 
+@internal("frozen_ids with_buckets")
 @dataclass(frozen=True, slots=True)
 class Table(Serializable):
     """One embedding table: what a row holds, how it starts, learns and expires.

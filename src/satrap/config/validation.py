@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
 from functools import cache
 from types import NoneType, UnionType
-from typing import Any, Self, Union, get_args, get_origin, get_type_hints
+from typing import Any, Never, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from satrap.errors import ConfigError, SatrapError
 
@@ -25,6 +25,7 @@ LARGEST_FLOAT32 = 3.4028234663852886e38
 LAST_STEP = 2**32 - 2
 """The largest batch number; steps are stored in 32 bits."""
 _MAX_NAME_BYTES = 255
+V = TypeVar("V")
 _PLAIN = (int, str, float, bool, NoneType)
 
 
@@ -102,6 +103,18 @@ def suggest(name: object, known: list[str]) -> str:
     """Return the known name nearest to `name` if one is near, else all of them."""
     near = difflib.get_close_matches(str(name), known, n=1)
     return f"the nearest known one is {near[0]!r}" if near else f"known are {', '.join(map(repr, known))}"
+
+
+class ByName(dict[str, V]):
+    """Values by name; the KeyError of another name says which is near."""
+
+    def __init__(self, what: str, values: Mapping[str, V]) -> None:
+        """what: what errors call a value: "table"."""
+        super().__init__(values)
+        self._what = what
+
+    def __missing__(self, name: object) -> Never:
+        raise KeyError(f"there is no {self._what} {name!r}; {suggest(name, list(self))}")
 
 
 def check_numbers(config: Config, **lowest: float) -> None:

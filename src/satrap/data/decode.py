@@ -313,8 +313,9 @@ class _Decoder:
     def _text_label(self, column: LabelColumn, array: Any, texts: Mapping[str, float]) -> NDArray[np.float32]:
         if not (is_text(self.arrow, array.type) or self.arrow.types.is_null(array.type)):
             self._refuse_type(column.name, array.type, "strings, as label_true or its LabelColumn declares")
-        array = array.cast(self.arrow.large_string())
-        index = self.arrow.compute.index_in(array, value_set=self.arrow.array(list(texts), self.arrow.large_string()))
+        kind = self.arrow.large_binary()  # bytes need not be UTF-8
+        labels = self.arrow.array([text.encode() for text in texts], kind)
+        index = self.arrow.compute.index_in(array.cast(kind), value_set=labels)
         known = np.array([*texts.values(), np.nan if column.other_value is None else column.other_value], np.float32)
         numbers = known[_numpy(index.fill_null(len(texts)))]
         present = _numpy(array.is_valid())

@@ -15,10 +15,12 @@ from satrap.config.array_args import as_ids, as_offsets, as_weights
 from satrap.config.tables import Feature
 from satrap.config.validation import Serializable, check_integer, kind_of, set_field, suggest
 from satrap.errors import InputError
+from satrap.hidden_names import internal
 
 _MAX_COUNT = 2**63 - 1
 
 
+@internal("after")
 @dataclass(frozen=True, slots=True, order=True)
 class Position(Serializable):
     """How far a loader has read. A loader that starts at a batch's position continues with the next batch."""

@@ -18,6 +18,7 @@ from satrap.config.validation import (
     check_integer,
     check_name,
     describe,
+    kind_of,
     known_keys,
     set_field,
 )
@@ -28,12 +29,14 @@ from satrap.data.id_limit import IdLimit, check_max_ids
 from satrap.data.inputs import Position
 from satrap.data.sample_selection import Selection, check_bound, check_share
 from satrap.errors import ConfigError, InputError
+from satrap.hidden_names import internal
 
 _MAX_COUNT = 2**63 - 1
 _MAX_THREADS = 64
 _DEFAULT_THREADS = 4
 
 
+@internal("origin")
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Source(Config, ABC):
     """A declaration of training data. The ids of a feature are read from the column of the same name."""
@@ -106,10 +109,12 @@ class Source(Config, ABC):
             check_flag(where, name, getattr(self, name))
 
     def __repr__(self) -> str:
-        """Return the path first, then the fields that differ from their defaults."""
+        """Return the path, or what has the items, then the fields that differ from their defaults."""
         fields = sorted(dataclasses.fields(self), key=lambda field: field.name != "path")
         shown = {field.name: _plain(getattr(self, field.name)) for field in fields if field.init and field.repr}
         texts = [repr(shown.pop("path"))] if "path" in shown else []
+        if (items := getattr(self, "items", None)) is not None:
+            texts = [getattr(items, "__qualname__", kind_of(items))]
         defaults = {field.name: field.default for field in fields} | {"ids": {}, "weights": {}}
         texts += [f"{name}={value!r}" for name, value in shown.items() if value != defaults[name]]
         return f"{type(self).__name__}({', '.join(texts)})"

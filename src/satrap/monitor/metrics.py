@@ -20,6 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from satrap.config.validation import suggest
 from satrap.errors import ConfigError, InputError
+from satrap.hidden_names import internal
 
 Mode = Literal["max", "min"]
 _BINARY: dict[str, Mode | None] = {
@@ -107,6 +108,7 @@ class Window:
         return _over_entropy(self.log_loss(), int(np.count_nonzero(self._labels[: self._held])), self._held)
 
 
+@internal("held held_groups")
 class Evaluation:
     """The metrics of all samples of a pass, of any length; `found["ndcg@10"]` is a metric by its name, and `values()`
     are those that suit the labels.

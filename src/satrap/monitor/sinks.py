@@ -43,6 +43,9 @@ class Screen:
         self._open = False  # whether the line of a bar is unfinished
         self._width = 0  # characters of that line
 
+    def __repr__(self) -> str:
+        return f"Screen({'a bar' if self._as_bar else 'lines'}, every_seconds={self.every_seconds:g})"
+
     def write(self, report: Report) -> None:
         """Draw the bar, or print the line, also of an evaluation on a terminal. A closed terminal does not stop
         training."""

@@ -286,7 +286,8 @@ def _require_own_tables(by_weight: Mapping[int, tuple[str, Table]]) -> None:
         if len(sharing) > 1:
             raise ConfigError(
                 f"convert: modules {sharing[0]!r} and {sharing[1]!r} have different weights and one table {name!r}; "
-                "expected a table for each weight"
+                "expected a table for each weight; to share rows, tie the modules first: "
+                f"model.get_submodule({sharing[1]!r}).weight = model.get_submodule({sharing[0]!r}).weight"
             )
 
 

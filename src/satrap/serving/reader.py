@@ -22,7 +22,7 @@ from satrap.checkpoint.state_dict_file import read_state, require_model
 from satrap.config.features import Features
 from satrap.config.job import Job, with_buckets_of
 from satrap.config.tables import Feature, Table
-from satrap.config.validation import suggest
+from satrap.config.validation import ByName, suggest
 from satrap.data.inputs import Inputs, as_inputs
 from satrap.errors import CheckpointError, ConfigError, InputError, SatrapError, StreamError
 from satrap.run_context import current_context
@@ -129,7 +129,8 @@ class Reader:
         self._rows: _OnServers | _InFolder = (
             _OnServers(servers, keys, num_threads) if path is None else _InFolder(path, num_threads)
         )
-        self.tables: Mapping[str, ReaderTable] = {name: ReaderTable(table) for name, table in self._rows.tables.items()}
+        tables = {name: ReaderTable(table) for name, table in self._rows.tables.items()}
+        self.tables: Mapping[str, ReaderTable] = ByName("table", tables)
         """The tables by name."""
         self.features: Features | None = None
         """The features, in the order in which a batch has them."""

@@ -22,6 +22,7 @@ from satrap._core import Ticket
 from satrap.config import array_args
 from satrap.config.tables import Table, require_frozen_ids
 from satrap.errors import SharedMemoryError, TicketError
+from satrap.hidden_names import internal
 from satrap.table.engine import Slot, attach_engine, look_up, open_engine, update
 from satrap.table.snapshot.directory import folder_path
 from satrap.table.snapshot.held_bytes import HeldBytes
@@ -44,6 +45,7 @@ class StoredRows(NamedTuple):
     """Whether the id has a row."""
 
 
+@internal("fill forget_saves in_engine")
 class Store:
     """A table: 64-bit ids to rows of values and optimizer state."""
 

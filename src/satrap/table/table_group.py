@@ -18,8 +18,9 @@ from numpy.typing import ArrayLike, NDArray
 from satrap._core import Ticket
 from satrap.config import array_args
 from satrap.config.tables import Table, require_frozen_ids
-from satrap.config.validation import kind_of
+from satrap.config.validation import ByName, kind_of
 from satrap.errors import ConfigError, InputError, SnapshotError
+from satrap.hidden_names import internal
 from satrap.storage.open_folder import open_folder
 from satrap.table.engine import Slot, attach_engine, look_up, open_engine, update
 from satrap.table.group_cut import GroupCut
@@ -37,6 +38,7 @@ Chains = dict[str, list[list[Snapshot]]]
 """For each table its levels: the full snapshots of all parts, then their changes."""
 
 
+@internal("fill in_engine is_whole keeps_cuts map_version require_permitted restore take_cut verify")
 class TableGroup(Mapping[str, Store]):
     """Tables by name, in one engine: they share memory, threads and the count of steps."""
 
@@ -76,7 +78,7 @@ class TableGroup(Mapping[str, Store]):
     def _begin(self, slots: list[Slot], renew: Callable[[], list[Slot]] | None = None) -> None:
         self._first, self._engine, self._renew = slots[0], slots[0].engine, renew
         self._slots = {slot.table.name: slot for slot in slots}
-        self._stores = {slot.table.name: Store.in_engine(slot) for slot in slots}
+        self._stores = ByName("table", {slot.table.name: Store.in_engine(slot) for slot in slots})
         self._where = f"tables {', '.join(map(repr, self._stores))}" if len(slots) < 5 else f"{len(slots)} tables"
 
     def __getitem__(self, name: str) -> Store:

@@ -35,11 +35,11 @@ def as_rows(table: Table, state_dim: int, ids: ArrayLike, values: ArrayLike, sta
     distinct, counts = np.unique(id_array, return_counts=True)
     if len(distinct) < len(id_array):
         raise InputError(f"{where}: ids hold {distinct[counts > 1][0]} twice; expected one row for each id")
-    value_array = array_args.as_values(where, "values", values, (len(id_array), table.dim))
+    value_array = array_args.as_values(where, "values", values, id_array, table.dim)
     stored_values(table, value_array)
     if state is None:
         return WrittenRows(id_array, value_array, None)
-    state_array = array_args.as_values(where, "state", state, (len(id_array), state_dim))
+    state_array = array_args.as_values(where, "state", state, id_array, state_dim)
     _require_state(table, state_array)
     return WrittenRows(id_array, value_array, state_array)
 

@@ -13,11 +13,13 @@ from typing import Any, Literal, Self
 from satrap.config.location import local_path
 from satrap.config.validation import check_choice, check_flag, set_field
 from satrap.errors import ConfigError
+from satrap.hidden_names import internal
 from satrap.run_context import current_context
 
 _FILES = {"keys": " in it: client.key, which `satrap keys` wrote", "shared": " to create in it, such as /dev/shm/rows"}
 
 
+@internal("in_context")
 @dataclass(frozen=True, slots=True)
 class Deployment:
     """Where the rows of an `Embeddings` are, and how to reach them. The default is this process; with several trainers,

@@ -22,6 +22,7 @@ from satrap.data.inputs import Inputs
 from satrap.device.home_memory import DTYPES
 from satrap.device.torch_device import resolve_device
 from satrap.errors import ConfigError
+from satrap.hidden_names import internal
 from satrap.monitor.report import Counters
 from satrap.table.table_group import TableGroup
 from satrap.train.async_dense import AsyncDense
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 _STRATEGIES: dict[str, type[SyncDense | AsyncDense]] = {"sync": SyncDense, "async": AsyncDense}
 
 
+@internal("extra_repr get_extra_state set_extra_state settings worker")
 class Embeddings(torch.nn.Module):
     """Embedding tables of a model, which look up and train the rows of its features. A context manager; see `close`."""
 
@@ -63,7 +65,7 @@ class Embeddings(torch.nn.Module):
         deployment: Deployment | None = None,
         **unknown: Never,
     ) -> None:
-        """features: features by the name of their column; a bare table stands for one id per sample.
+        """features: features by the name of their column; a bare table is `table.bag("sum")`.
 
         staleness: number of a trainer's own earlier steps whose updates a lookup may miss; 0 is fully synchronous.
         deterministic: give every lookup exactly that staleness, so that a run repeats bit for bit.

@@ -56,6 +56,11 @@ def evaluate(
                 raise InputError("the stream trains its tables: call embeddings.eval() before embeddings.stream(...)")
             scores = model(batch.dense, batch.embeddings) if score is None else score(batch)
             truth = batch.label if label is None else label(batch)
+            if label is None and truth.dim() == 2 and truth.shape[1] > 1:
+                raise InputError(
+                    f"evaluate: the batches have {truth.shape[1]} labels; expected one: choose it and its scores by "
+                    "label=lambda batch: batch.label[:, 0] and score=..."
+                )
             groups = None if group is None else _groups(batch, group)
             result.add(truth.cpu().numpy(), scores.float().cpu().numpy(), groups)
     result.add_metrics(_compute(own, result, has_groups=group is not None))
@@ -97,7 +102,7 @@ def _groups(batch: Batch, group: Group) -> NDArray[Any]:
         ids, offsets = inputs.bags(group)
         if (np.diff(offsets) == 1).all():
             return ids
-    nearest = suggest(group, [*inputs.extra, *inputs.names])
+    nearest = suggest(group, list(dict.fromkeys([*inputs.extra, *inputs.names])))
     raise InputError(
         f"group is {group!r}; expected an extra column of the source, or a feature with one id in each sample, which "
         f"no worker process reads: declare extra=[{group!r}] in the source; {nearest}"

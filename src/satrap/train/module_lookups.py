@@ -21,6 +21,7 @@ from satrap.interrupts import Uninterrupted
 from satrap.monitor.report import Counters
 from satrap.train.batch import InFlightBatch
 from satrap.train.dense_strategy import DenseStrategy
+from satrap.train.gradient_watch import GradientWatch
 from satrap.train.step_lookups import StepLookups, TakenGradients, read_rows
 from satrap.worker.rows import Ids
 from satrap.worker.worker import Worker
@@ -43,11 +44,14 @@ class ModuleLookups:
         on_hold: Callable[[list[Tensor]], None],
         *,
         dense: DenseStrategy,
+        watch: GradientWatch,
         has_peers: bool,
     ) -> None:
-        """dense: that of the optimizer. has_peers: whether other trainers may wait for this one's part of each step."""
+        """dense, watch: those of the session.
+        has_peers: whether other trainers may wait for this one's part of each step."""
         self.last_step = last_step
         self._worker, self._on_hold, self._dense, self._has_peers = worker, on_hold, dense, has_peers
+        self._watch = watch
         self._apply: Callable[[], None] | None = None  # the update of the last step, until it is applied
         self._dropped: Counter[str] = Counter()
         self._num_ids = 0
@@ -71,6 +75,8 @@ class ModuleLookups:
         if self._apply is not None:
             self._settle()
             return True
+        self._watch.note(self._open.tables, [lookup.table for lookup in self._open.reached()])
+        self._open.tables.clear()
         if not self._open.has_gradient and not (self._dense.tables and self._open.num_lookups):
             if self._has_peers:
                 self._worker.skip(self.last_step + 1)

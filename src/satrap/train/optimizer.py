@@ -26,10 +26,12 @@ from torch import Tensor
 
 from satrap.device.device_stream import to_host
 from satrap.errors import ConfigError
+from satrap.hidden_names import internal
 from satrap.train.dense_strategy import DenseStrategy
 from satrap.train.session import TrainingSession
 
 
+@internal("hold")
 class HybridOptimizer(torch.optim.Optimizer):
     """An optimizer that steps the dense parameters and the tables together; created by `Embeddings.optimizer`.
 
@@ -56,8 +58,9 @@ class HybridOptimizer(torch.optim.Optimizer):
         session.figures.groups = self.param_groups
 
     def __repr__(self) -> str:
+        lrs = ", ".join(dict.fromkeys(f"{group['lr']:g}" for group in self.dense.param_groups))
         tables = ", ".join(f"{group['table']}: lr={group['lr']:g}" for group in self._tables)
-        return f"HybridOptimizer({self.dense!r}, tables: {tables})"
+        return f"HybridOptimizer({type(self.dense).__name__}: lr={lrs}, tables: {tables})"
 
     def __reduce_ex__(self, _: object) -> Never:
         raise TypeError(

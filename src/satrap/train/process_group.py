@@ -23,6 +23,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from satrap.errors import ConfigError, SatrapError, StreamError
+from satrap.hidden_names import internal
 from satrap.run_context import COLLECTIVE_TIMEOUT
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ them, so it must not run: after an error the garbage collector would hang."""
 _ENDING_SECONDS, _PAUSE_SECONDS = 2.0, 0.05  # an ending process closes its connections one after another
 
 
+@internal("all count forward_waits run_first broadcast_int gather exchange require_same_gradients wrap broadcast_")
 class ProcessGroup:
     """The trainers of a job, and this process's rank among them."""
 
@@ -59,6 +61,9 @@ class ProcessGroup:
         self._group = dist.new_group(backend="gloo") if has_peers else None
         self._exchange_group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if has_peers else None
         self._patient_group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if has_peers else None
+
+    def __repr__(self) -> str:
+        return f"ProcessGroup(rank={self.rank}, world_size={self.world_size})"
 
     def broadcast_int(self, value: int, group: dist.ProcessGroup | None = None) -> int:
         """Broadcast trainer 0's value."""

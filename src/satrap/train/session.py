@@ -26,6 +26,7 @@ from satrap.table.table_group import transfers_of
 from satrap.train.batch import InFlightBatch
 from satrap.train.dense_figures import DenseFigures
 from satrap.train.dense_strategy import DenseStrategy
+from satrap.train.gradient_watch import GradientWatch
 from satrap.train.joint_batches import JointBatches
 from satrap.train.joint_calls import Call
 from satrap.train.ledger import BatchLedger
@@ -63,6 +64,7 @@ class TrainingSession:
         """Receives the leaves that wait for a step; None until there is an optimizer."""
         self._held: list[Tensor] = []
         self.figures = DenseFigures()
+        self._watch = GradientWatch(features)
         self.is_training = True
         """Whether the embeddings are in train(), and not in eval()."""
         self.expected_rows: Any = None
@@ -257,11 +259,11 @@ class TrainingSession:
         ledger: BatchLedger[InFlightBatch] = BatchLedger(
             self.staleness, accumulate=accumulate, deterministic=self.deterministic, last_step=self.step
         )
-        inputs, position = read(tracked := self._tracked.get(id(data)))
+        inputs, ledger.position = read(tracked := self._tracked.get(id(data)))
         how: dict[str, Any] = {"device": device, "overlap": overlap, "on_hold": self._hold, "dense": self.dense}
         with Uninterrupted():
             self._training_data = data
-            stream = self._training = Stream(inputs, worker, ledger, train=True, position=position, **how)
+            stream = self._training = Stream(inputs, worker, ledger, train=True, watch=self._watch, **how)
             if tracked is not None:
                 tracked.resume = False
         return stream
@@ -296,7 +298,8 @@ class TrainingSession:
             raise StreamError("no optimizer: call embeddings.optimizer(...) before a module looks up rows for training")
         self._begin_training(joins=self.dense.joins_attempt)
         several = self.trainers.world_size > 1
-        lookups = ModuleLookups(self.worker, self._step, self._hold, dense=self.dense, has_peers=several)
+        how: dict[str, Any] = {"dense": self.dense, "watch": self._watch, "has_peers": several}
+        lookups = ModuleLookups(self.worker, self._step, self._hold, **how)
         with Uninterrupted():
             self._training = lookups
         return lookups
@@ -372,6 +375,7 @@ class TrainingSession:
         """Send the collected gradients to the tables."""
         self.require_expected_rows()
         scale /= self.trainers.world_size  # the loss is a mean over what all of them have
+        self._watch.note_batches(self.waiting_batches())
         taken = self._training is not None and self._training.update(dict(lrs), scale)
         if not taken and self.why_untrained:
             raise StreamError(self.why_untrained)

@@ -28,6 +28,8 @@ class StepLookups:
         self.leaves: list[Tensor] = []
         """The leaves that have a gradient."""
         self.num_lookups = 0
+        self.tables: set[str] = set()
+        """The tables that were looked up."""
         self._on_reach = on_reach
         self._reached: dict[int, Lookup] = {}  # by number
         self._ended_because = ""
@@ -44,6 +46,7 @@ class StepLookups:
     def add_chunks(self, table: str, chunks: list[Ids], rows: Tensor) -> tuple[Tensor, ...]:
         """Return the rows of each of several arrays of ids, which were looked up together, for a model."""
         self.num_lookups += 1
+        self.tables.add(table)
         lookup = Lookup(self, self.num_lookups, table, chunks)
         leaf = (rows.view(-1, len(chunks), rows.shape[1]) if lookup.is_interleaved else rows).requires_grad_()
         leaf.register_post_accumulate_grad_hook(lookup)

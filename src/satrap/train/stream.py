@@ -36,12 +36,14 @@ from satrap.collected import close_when_collected
 from satrap.data.inputs import Inputs, Position
 from satrap.data.skipped_rows import SkippedRows
 from satrap.errors import NotReadyError, StreamError
+from satrap.hidden_names import internal
 from satrap.interrupts import Uninterrupted
 from satrap.monitor.report import Counters
 from satrap.train.ahead_rows import rows_of
 from satrap.train.batch import Batch, InFlightBatch, batch_in_use
 from satrap.train.batch_lookup import BatchLookup
 from satrap.train.dense_strategy import DenseStrategy
+from satrap.train.gradient_watch import GradientWatch
 from satrap.train.joint_batches import JointBatches
 from satrap.train.joint_calls import BatchCalls
 from satrap.train.ledger import BatchLedger, DropTicket, Event, State, Update
@@ -68,6 +70,7 @@ _CLEARED = "zero_grad() cleared its gradients before optimizer.step()"
 _REASONS = {"zero_grad": _CLEARED, "overflow": "a GradScaler found an overflow and skipped its step"}
 
 
+@internal("drop evaluation is_over joint pause release update")
 class Stream(Iterator[Batch]):
     """An iterator over batches with their rows looked up; created by `Embeddings.stream`.
 
@@ -84,14 +87,13 @@ class Stream(Iterator[Batch]):
         device: torch.device,
         overlap: bool,
         on_hold: Callable[[list[Tensor]], None],
-        position: Position | None = None,
         dense: DenseStrategy | None = None,
+        watch: GradientWatch | None = None,
     ) -> None:
         """inputs: those of a trainer that steps together with others are `JointBatches`.
         on_hold: called with the leaves of the held batches whenever they change."""
-        ledger.position = position
         self._inputs, self._train, self._worker = inputs, train, worker
-        self._ledger, self._on_hold, self._dense = ledger, on_hold, dense or DenseStrategy()
+        self._ledger, self._on_hold, self._dense, self._watch = ledger, on_hold, dense or DenseStrategy(), watch
         self.joint = inputs if isinstance(inputs, JointBatches) else None  # if several trainers step together
         self._length: int | None = None  # what len() returned, if it was called
         self._end_step: int | None = None  # 0: it is not known
@@ -196,8 +198,7 @@ class Stream(Iterator[Batch]):
         if self._ledger.offered is None and self.joint is not None and self.joint.must_compare_request:
             self._worker.settle()  # before another trainer may wait for this one
             self.joint.request()
-        if self._train:
-            self._drop_released()
+        self._drop_released()
         batch = self._pipeline.next()
         if batch is None or not self._joins_step(batch):
             self._end()
@@ -233,9 +234,7 @@ class Stream(Iterator[Batch]):
 
     def _has_no_other(self) -> bool:
         """Return whether no batch will come after those returned."""
-        if self.joint is not None:
-            return self.joint.is_last
-        return self._ledger.offered is None and self._pipeline.is_last()
+        return self._ledger.offered is None and self._pipeline.is_last() if self.joint is None else self.joint.is_last
 
     def _mark_submitted(self, batches: list[InFlightBatch]) -> None:
         """Let later gradients of these batches fail, whose update the pipeline has taken over."""
@@ -434,7 +433,6 @@ class Stream(Iterator[Batch]):
         ledger = self._ledger
         self._settle(ledger.unstepped(), "unstepped", "the stream was closed before optimizer.step() took it")
         self._settle([batch for batch in ledger.held() if batch.is_used], "closed", why)
-        self._settle(ledger.held(), "unused", why)
         self._settle(list(ledger.in_loop), "unused", why)
 
     def _drop(self, batches: list[InFlightBatch], cause: str, why: str | None = None) -> None:
@@ -450,6 +448,8 @@ class Stream(Iterator[Batch]):
             return
         for batch in batches:
             batch.drop(f"step {batch.step}: its batch was dropped: {why or _REASONS[cause]}")
+        if self._watch is not None and cause == "unused":
+            self._watch.note_batches(batches)
         for action in self._pipeline.handle(Event.SETTLED, *batches, cause=cause):
             if isinstance(action, DropTicket):
                 if (ticket := action.batch.take_ticket()) is not None:

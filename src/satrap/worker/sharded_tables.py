@@ -15,7 +15,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from satrap.config import array_args
 from satrap.config.tables import Table
+from satrap.config.validation import ByName
 from satrap.errors import ChangesError, InputError, SatrapError
+from satrap.hidden_names import internal
 from satrap.sharding.owner_split import OwnedIds
 from satrap.storage.open_folder import absolute, open_folder
 from satrap.table.engine import state_dim
@@ -206,6 +208,7 @@ def _look_up(servers: ServerGroup, ids: Mapping[int, NDArray[np.uint64]]) -> dic
     return rows
 
 
+@internal("is_whole keeps_cuts map_version require_permitted restore take_cut")
 class ShardedTables(Mapping[str, ShardedTable]):
     """The tables of a job on servers, by name."""
 
@@ -214,7 +217,8 @@ class ShardedTables(Mapping[str, ShardedTable]):
 
     def __init__(self, servers: ServerGroup) -> None:
         self._servers = servers
-        self._tables = {table.name: ShardedTable(servers, t) for t, table in enumerate(servers.job.tables)}
+        tables = {table.name: ShardedTable(servers, t) for t, table in enumerate(servers.job.tables)}
+        self._tables = ByName("table", tables)
 
     def __getitem__(self, name: str) -> ShardedTable:
         return self._tables[name]

@@ -73,7 +73,7 @@ def main() -> None:
         test = data.replace(path=FOLDER / "adult.test.gz", shuffle=False, epochs=1)
         start = time.monotonic()
         auc = satrap.auc(model, embeddings.stream(test))  # every trainer tests on the whole file
-        progress.report_evaluation(embeddings.step, {"test AUC": auc}, seconds=time.monotonic() - start)
+        progress.report_evaluation(embeddings.step, {"AUC": auc}, seconds=time.monotonic() - start)
     if trainers.rank == 0:
         print(f"{embeddings.step} steps, {sum(map(len, embeddings.tables.values()))} rows; test AUC {auc:.4f}")
 

@@ -199,10 +199,10 @@ CALLS: list[Callable[..., Any]] = [auc, log_loss, normalised_entropy, Window(4).
 
 @pytest.mark.parametrize("call", CALLS)
 def test_wrong_input_is_refused(call: Callable[..., Any]) -> None:
-    with pytest.raises(InputError, match=r"labels have the shape \(2,\) and scores \(3,\); expected one dimension"):
+    with pytest.raises(InputError, match=r"labels have the shape \(2,\) and scores \(3,\); expected a label and"):
         call([0, 1], [0.0, 1.0, 2.0])
-    with pytest.raises(InputError, match=r"shape \(2, 1\).*labels\[:, 0\]"):
-        call([[0], [1]], [[0.0], [1.0]])
+    with pytest.raises(InputError, match=r"shape \(2, 2\).*labels\[:, 0\]"):
+        call([[0, 1], [1, 0]], [[0.0, 1.0], [1.0, 0.0]])
     for_any_label = getattr(call, "__self__", None).__class__ is Evaluation
     with nullcontext() if for_any_label else pytest.raises(InputError, match=r"label 1 is 0.5; expected 0 or 1"):
         call([0, 0.5], [0.0, 1.0])

@@ -20,6 +20,13 @@ class Sum(torch.nn.Module):
         return dense.sum(1) + embeddings.sum(1)
 
 
+class SumInColumn(Sum):
+    """The same as [batch, 1], which is what a linear layer returns."""
+
+    def forward(self, dense: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor:
+        return super().forward(dense, embeddings)[:, None]
+
+
 DATA = [*batches(4, size=32), *batches(1, size=7)]
 
 
@@ -38,6 +45,7 @@ def test_metrics_equal_those_of_plain_numbers(overlap: bool) -> None:
     assert found.log_loss() == pytest.approx(metrics.log_loss(labels, logits), rel=1e-6)
     assert found.normalised_entropy() == pytest.approx(metrics.normalised_entropy(labels, logits), rel=1e-6)
     assert satrap.auc(model, ours.stream(DATA)) == found.auc()
+    assert satrap.auc(SumInColumn(), ours.stream(DATA)) == found.auc()
     assert {name: len(store) for name, store in ours.tables.items()} == rows
 
 

@@ -303,6 +303,7 @@ def test_of_two_errors_the_first_is_raised(concurrent: Concurrent) -> None:
         loop.next()
     assert loop.pipeline.drain(), "later submitted updates are applied"
     assert any("in the update stage" in note for note in caught.value.__notes__)
+    assert any("see whether the loss is finite" in note for note in caught.value.__notes__)
     assert "and then in the lookup stage: ValueError('no such row')" in caught.value.__notes__
     assert tables.applied == [1, 3]
 

@@ -53,9 +53,9 @@ def add_train(commands: Commands) -> None:
         usage="satrap train FILES [options]",
         description="Train a model that predicts a column of two values. The use of every column is inferred from its "
         "values and shown as a table; a script is written and run: it trains a DCN, and a logistic regression to "
-        "compare, until they get worse on samples for validation, and prints the AUC and log loss of both on held-out "
-        "samples. The folder of the run gets the script, train.py, which you can edit and run, checkpoints, and a "
-        "report.",
+        "compare, until their log loss on samples for validation stops falling, and prints the AUC and log loss of "
+        "both on held-out samples. The folder of the run gets the script, train.py, which you can edit and run, "
+        "checkpoints, and a report.",
         epilog="Example: satrap train clicks.parquet --label click --ignore session_id",
     )
     train.add_argument(

@@ -468,8 +468,8 @@ def _numbers(where: str, labels: ArrayLike, scores: ArrayLike) -> tuple[NDArray[
     truth, values = _array(where, "labels", labels), _array(where, "scores", scores)
     if truth.shape != values.shape or truth.ndim != 1:
         raise InputError(
-            f"{where}: labels have the shape {truth.shape} and scores {values.shape}; expected one dimension and the "
-            "same length: pass one label column, e.g. labels[:, 0]"
+            f"{where}: labels have the shape {truth.shape} and scores {values.shape}; expected a label and a score for "
+            "each sample: choose a column of the one that has several, such as labels[:, 0] or scores[:, 0]"
         )
     values = values.astype(np.float64, copy=False)
     wrong = np.isnan(values)
@@ -479,6 +479,7 @@ def _numbers(where: str, labels: ArrayLike, scores: ArrayLike) -> tuple[NDArray[
 
 
 def _array(where: str, name: str, values: ArrayLike) -> NDArray[Any]:
+    """Return the values of samples; those of [n, 1], which is what a model's last layer returns, as [n]."""
     try:
         array = np.asarray(values)
     except Exception as error:  # any type, e.g. from a tensor on a GPU or one that requires a gradient
@@ -488,7 +489,7 @@ def _array(where: str, name: str, values: ArrayLike) -> NDArray[Any]:
         ) from error
     if array.dtype.kind not in "biuf":
         raise InputError(f"{where}: {name} is {array.dtype}; expected numbers")
-    return array
+    return array[:, 0] if array.ndim == 2 and array.shape[1] == 1 else array
 
 
 def _count(where: str, name: str, value: object) -> int:

@@ -30,7 +30,7 @@ from functools import partial
 from typing import Any, Generic, Protocol
 
 from satrap.data.inputs import Inputs
-from satrap.errors import ForkError, SatrapError, StreamError
+from satrap.errors import ForkError, NonFiniteError, SatrapError, StreamError
 from satrap.interrupts import SLICE_SECONDS, Uninterrupted
 from satrap.train.ledger import Action, BatchLedger, Event, Record, Stage, State, Update
 
@@ -40,6 +40,10 @@ _INTERRUPTED = (
 )
 _CLOSE_SECONDS = 10.0  # a reader that takes longer is reported, and ends with the process
 _CLOSED = "this stream was closed: start another one with embeddings.stream(...)"
+_NOT_FINITE = (
+    "usual causes are a learning rate that is too large, and large dense values, which reach the model as they are: "
+    "see whether the loss is finite, and read such columns with DenseColumn(log1p=True)"
+)
 _READ, _TABLES = (Stage.READ,), (Stage.UPDATE, Stage.LOOKUP)
 
 
@@ -349,6 +353,8 @@ class PrefetchPipeline(Generic[Record]):
 
     def _fail(self, stage: Stage, error: BaseException) -> None:
         error.add_note(f"in the {stage.value} stage of the stream, near step {self._ledger.next_step}")
+        if isinstance(error, NonFiniteError):
+            error.add_note(_NOT_FINITE)
         if stage is Stage.UPDATE and isinstance(error, SatrapError):  # refused; other errors are retried
             self._ledger.end_update("failed")
         if self._error is None or (self._is_reported and stage is Stage.UPDATE):

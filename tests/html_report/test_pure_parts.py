@@ -94,12 +94,12 @@ def test_figures_are_evenly_spaced_points(drawn: list[Point], limit: int) -> Non
         assert (picked[0], picked[-1]) == (drawn[0], drawn[-1])
 
 
-def test_figures_are_the_last_values_until_a_curve_ends() -> None:
+def test_figures_are_values_since_the_row_above() -> None:
     one = Series(name="one", points=[(1, 10.0), (3, 30.0)])
     two = Series(name="two", points=[(2, 5.0), (4, None), (4, 6.0), (5, None)])
     cells = re.findall(r"<td>(.*?)</td>", draw(LineChart(title="t", y="y", series=[one, two])))
     rows = [cells[begin : begin + 3] for begin in range(0, len(cells), 3)]
-    assert rows == [["1", "10", ""], ["2", "10", "5"], ["3", "30", "5"], ["4", "", "6"], ["5", "", "not finite"]]
+    assert rows == [["1", "10", ""], ["2", "", "5"], ["3", "30", ""], ["4", "", "6"], ["5", "", "not finite"]]
 
 
 def test_a_long_table_says_that_it_is_cut() -> None:

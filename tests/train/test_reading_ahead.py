@@ -335,6 +335,25 @@ def test_the_length_of_a_list_is_its_number_of_items() -> None:
     assert len(embeddings.stream(batches(3))) == 3
 
 
+@pytest.mark.parametrize("kind", ["parquet", "frame"])
+def test_the_length_of_a_share_is_estimated_until_the_end(kind: str, tmp_path: Path) -> None:
+    """From every position; rows that may be left out count as read."""
+    embeddings, _, _ = job()
+    data = SOURCES[kind](tmp_path, batch_size=1, epochs=4, share=(0.1, 0.6), shuffle=True)
+    positions = [batch.position for batch in data.batches(embeddings.features)]
+    for position in positions:
+        for other in (data, data.replace(max_bad_rows=3)):
+            rest = other.batches(embeddings.features, position=position)
+            assert rest.about_length() == pytest.approx(len(list(rest)), abs=0.25 * len(positions))
+    with embeddings.stream(data, overlap=False) as stream:
+        next(stream)
+        assert stream.end_step == round(0.5 * ROWS) * 4
+        assert sum(1 for _ in stream) + 1 == len(positions) == stream.end_step
+    by_time = data.replace(share=None, before=("user", 5))
+    with pytest.raises(TypeError, match="before or since"):
+        by_time.batches(embeddings.features).about_length()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

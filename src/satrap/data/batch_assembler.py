@@ -52,8 +52,8 @@ class BatchAssembler:
     num_chunks: int
     num_threads: int
     max_bad_rows: int
-    selects_all: bool
-    """Whether the blocks have all samples of the data."""
+    portion: float | None
+    """The share of the data's samples that the blocks have; None: it is not known."""
     position: Position
     rank: int
     world_size: int
@@ -82,13 +82,19 @@ class BatchAssembler:
         knows its items: samples or batches. With several trainers, all of them run as many steps as the trainer with
         the most rows has batches.
         """
-        position = self.position
-        if self.epochs is None:
-            raise TypeError("epochs is None, so there is no end")
-        if not self.selects_all:
+        if self.portion != 1.0:
             raise TypeError("share, before or since select some of the samples")
         if self.max_bad_rows or any(label.missing == "drop" for label in self.columns.label):
             raise TypeError("rows may be left out, by max_bad_rows or by a label's missing='drop'")
+        return self.about_num_batches()
+
+    def about_num_batches(self) -> int:
+        """Return the same, but about as many where a share of the samples is read or rows may be left out."""
+        position = self.position
+        if self.epochs is None:
+            raise TypeError("epochs is None, so there is no end")
+        if self.portion is None:
+            raise TypeError("before or since select some of the samples")
         if self.limit is not None:
             raise TypeError("max_ids decides how many samples a batch has")
         if position.before:
@@ -100,12 +106,13 @@ class BatchAssembler:
         if len(known) < len(sizes):
             raise TypeError("the data does not say how many samples it has before it is read")
         size, round_up = self.batch_size or 1, 0 if self.drop_last else (self.batch_size or 1) - 1
-        most = -(-sum(known) // self.world_size)
-        later_epochs = self.epochs - position.epoch - 1
-        return (most - self._num_consumed(known) + round_up) // size + later_epochs * ((most + round_up) // size)
+        most = round(self.portion * -(-sum(known) // self.world_size))
+        left = most - self._num_consumed(known, self.portion)
+        return (left + round_up) // size + (self.epochs - position.epoch - 1) * ((most + round_up) // size)
 
-    def _num_consumed(self, rows: list[int]) -> int:
-        """Return how many rows of the epoch this trainer has consumed, or how many items where each is a batch."""
+    def _num_consumed(self, rows: list[int], portion: float) -> int:
+        """Return how many samples of the epoch this trainer has consumed, or how many items where each is a batch;
+        about as many if the samples are a portion of the rows."""
         position = self.position
         if self.batch_size is None:
             if position.batch > rows[0]:
@@ -115,7 +122,8 @@ class BatchAssembler:
             return position.sample
         plan = plan_epoch(self.order(position.epoch), rows, self.world_size)[self.rank]
         row_ranges = plan.row_ranges[: position.block]
-        return sum((rows[r.block] if r.end is None else r.end) - r.begin for r in row_ranges) + position.sample
+        consumed = sum((rows[r.block] if r.end is None else r.end) - r.begin for r in row_ranges)
+        return round(portion * consumed) + position.sample
 
     def order(self, epoch: int) -> list[int]:
         """Return the blocks in the order of an epoch."""
@@ -456,6 +464,10 @@ class Batches(Iterator[Inputs]):
     def __len__(self) -> int:
         """Return the number of batches from the first one on; TypeError if it is unknown before they are read."""
         return self._assembler.num_batches()
+
+    def about_length(self) -> int:
+        """Return the same, or an estimate where a share of the samples is read or rows may be left out."""
+        return self._assembler.about_num_batches()
 
     def __next__(self) -> Inputs:
         return next(self._batches)

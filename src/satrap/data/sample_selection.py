@@ -36,9 +36,11 @@ class Selection:
     seed: int
 
     @property
-    def selects_all(self) -> bool:
-        """Whether every sample is read."""
-        return self.share is None and self.before is None and self.since is None
+    def portion(self) -> float | None:
+        """The share of the samples that is read, 1.0 for all of them; None: it is not known before they are read."""
+        if self.before is not None or self.since is not None:
+            return None
+        return 1.0 if self.share is None else self.share[1] - self.share[0]
 
     @property
     def columns(self) -> tuple[str, ...]:

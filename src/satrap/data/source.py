@@ -196,7 +196,7 @@ class Source(Config, ABC):
         columns = self._columns(features)
         columns = dataclasses.replace(columns, extra=tuple(dict.fromkeys((*columns.extra, *selection.columns))))
         blocks = self._blocks(columns, position)
-        blocks = blocks if selection.selects_all else selection.blocks(blocks)
+        blocks = blocks if selection.portion == 1.0 else selection.blocks(blocks)
         return Batches(
             BatchAssembler(
                 blocks=blocks,
@@ -210,7 +210,7 @@ class Source(Config, ABC):
                 num_chunks=self.shuffle_blocks if self.shuffle else 1,
                 num_threads=self._num_threads(),
                 max_bad_rows=self.max_bad_rows,
-                selects_all=selection.selects_all,
+                portion=selection.portion,
                 position=position or Position(0, 0, 0),
                 rank=rank,
                 world_size=world_size,

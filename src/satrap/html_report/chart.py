@@ -170,17 +170,20 @@ def _line(points: Sequence[Point], across: "Axis", up: "Axis") -> str:
 
 
 def _figures(chart: LineChart) -> Markup:
-    """Return the table of the values at some steps."""
+    """Return the table of the values at some steps, or at the last step before that the row above does not have."""
     steps = evenly(sorted({x for curve in chart.series for x, _ in curve.points}), _NUM_FIGURES)
     names = [curve.name for curve in chart.series] if len(chart.series) > 1 else [chart.y]
-    rows = [(number(step), *(_figure(curve.points, step) for curve in chart.series)) for step in steps]
+    rows = [
+        (number(step), *(_figure(curve.points, after, step) for curve in chart.series))
+        for after, step in pairwise((-math.inf, *steps))
+    ]
     return element("details", element("summary", "Figures"), table(("step", *names), rows))
 
 
-def _figure(points: Sequence[Point], step: float) -> str:
-    """Return the value of a curve at a step, or the last one before; empty if the curve has not begun, or has ended."""
+def _figure(points: Sequence[Point], after: float, step: float) -> str:
+    """Return the last value of a curve after one step and up to another; empty if there is none."""
     place = bisect_right(points, step, key=lambda point: point[0])
-    return number(points[place - 1][1]) if place and step <= points[-1][0] else ""
+    return number(points[place - 1][1]) if place and points[place - 1][0] > after else ""
 
 
 def thin(points: Sequence[Point], limit: int) -> list[Point]:

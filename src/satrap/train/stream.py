@@ -131,12 +131,12 @@ class Stream(Iterator[Batch]):
 
     @property
     def end_step(self) -> int | None:
-        """The step of the last batch; None if the source does not know its length."""
+        """The step of the last batch, until the end an estimate if a share of the samples is read; None: not known."""
         if self._end_step is None and not self._ledger.has_ended:
-            try:
-                self._end_step = self._ledger.step_of(len(self._inputs) - 1)  # type: ignore[arg-type]
-            except (TypeError, NotReadyError):  # the second: of a worker, which has read everything
-                self._end_step = 0
+            self._end_step = 0
+            with suppress(TypeError, NotReadyError):  # the second: of a worker, which has read everything
+                length = getattr(self._inputs, "about_length", partial(len, self._inputs))
+                self._end_step = self._ledger.step_of(length() - 1)
         return self._end_step or None
 
     @property
@@ -416,6 +416,7 @@ class Stream(Iterator[Batch]):
         """End the iteration; batches that were returned may still be stepped."""
         ledger = self._ledger
         ledger.has_ended = True
+        self._end_step = ledger.step_of(ledger.num_read - 1) if self._end_step else 0
         self._pipeline.drain()
         self._drop([batch for batch in ledger.held() if batch.is_released_unused], "unused", "it was released unused")
         unstepped = ledger.unstepped()

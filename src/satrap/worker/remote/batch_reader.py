@@ -8,6 +8,7 @@ batches under the same numbers. Samples that were left out before then are not c
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,7 +94,10 @@ class BatchReader:
         try:
             return {"batches": self._first - 1 + len(self._batches)}
         except TypeError as error:
-            return {"why": str(error)}
+            length: dict[str, Any] = {"why": str(error)}
+        with suppress(TypeError):
+            length["about"] = self._first - 1 + self._batches.about_length()
+        return length
 
     @property
     def skipped_rows(self) -> SkippedRows:

@@ -223,11 +223,21 @@ class RemoteBatches(Iterator[RemoteInputs]):
             return ReadStart(number=first, position=position, skipped_rows=skipped_rows, **self._share)
 
     def __len__(self) -> int:
-        connection = self.connection
-        length = connection.call_with_retry(connection.call.length, self.servers.origin(0), self.stream)
+        length = self._length()
         if "batches" not in length:
             raise TypeError(length["why"])
         return int(length["batches"])
+
+    def about_length(self) -> int:
+        """Return the number of batches, or an estimate; TypeError if there is none."""
+        length = self._length()
+        if "batches" not in length and "about" not in length:
+            raise TypeError(length["why"])
+        return int(length.get("batches", length.get("about")))
+
+    def _length(self) -> dict[str, Any]:
+        connection = self.connection
+        return connection.call_with_retry(connection.call.length, self.servers.origin(0), self.stream)
 
     def __next__(self) -> RemoteInputs:
         if self._ended:

@@ -54,7 +54,7 @@ class WorkerCalls(Protocol):
 
     def length(self, origin: Origin, stream: int) -> dict[str, Any]:
         """Return the stream's number of batches from its first one on as "batches"; or as "why" the reason that it is
-        not known."""
+        not known, and as "about" an estimate if there is one."""
 
     def lookup(
         self, origin: Origin, stream: int, number: int, settled: int, oldest_open: int, train: bool

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from functools import partial
-from typing import NoReturn, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -96,7 +96,7 @@ class Stream(Iterator[Batch]):
         self._ledger, self._on_hold, self._dense, self._watch = ledger, on_hold, dense or DenseStrategy(), watch
         self.joint = inputs if isinstance(inputs, JointBatches) else None  # if several trainers step together
         self._length: int | None = None  # what len() returned, if it was called
-        self._end_step: int | None = None  # 0: it is not known
+        self._end_step: int | None = None  # as far as it is known
         self._joined: InFlightBatch | None = None  # the last batch whose joint step is known
         self._dropped_tickets: deque[Ticket] = deque()  # to be dropped at the worker
         self._num_ids: Counter[str] = Counter()  # that modules looked up
@@ -133,11 +133,11 @@ class Stream(Iterator[Batch]):
     def end_step(self) -> int | None:
         """The step of the last batch, until the end an estimate if a share of the samples is read; None: not known."""
         if self._end_step is None and not self._ledger.has_ended:
-            self._end_step = 0
             with suppress(TypeError, NotReadyError):  # the second: of a worker, which has read everything
-                length = getattr(self._inputs, "about_length", partial(len, self._inputs))
-                self._end_step = self._ledger.step_of(length() - 1)
-        return self._end_step or None
+                inputs: Any = self._inputs  # not every iterator has a length
+                length = inputs.about_length() if hasattr(inputs, "about_length") else len(inputs)
+                self._end_step = self._ledger.step_of(length - 1)
+        return self._end_step
 
     @property
     def last_step(self) -> int:
@@ -182,7 +182,7 @@ class Stream(Iterator[Batch]):
     def __len__(self) -> int:
         """Return the total number of batches of this stream; TypeError if the source does not know it."""
         try:
-            self._length = len(self._inputs)  # type: ignore[arg-type]  # not every iterator has a length
+            self._length = len(self._inputs)  # type: ignore[arg-type]
             return self._length
         except TypeError as error:
             raise TypeError(
@@ -416,7 +416,7 @@ class Stream(Iterator[Batch]):
         """End the iteration; batches that were returned may still be stepped."""
         ledger = self._ledger
         ledger.has_ended = True
-        self._end_step = ledger.step_of(ledger.num_read - 1) if self._end_step else 0
+        self._end_step = self._end_step and ledger.step_of(ledger.num_read - 1)
         self._pipeline.drain()
         self._drop([batch for batch in ledger.held() if batch.is_released_unused], "unused", "it was released unused")
         unstepped = ledger.unstepped()
@@ -438,9 +438,8 @@ class Stream(Iterator[Batch]):
 
     def _drop(self, batches: list[InFlightBatch], cause: str, why: str | None = None) -> None:
         """Drop batches. why: the reason, for the error of a later backward pass."""
-        if batches:
-            with Uninterrupted():
-                self._settle(batches, cause, why)
+        with Uninterrupted():
+            self._settle(batches, cause, why)
         self._release_tickets()
 
     def _settle(self, batches: list[InFlightBatch], cause: str, why: str | None) -> None:

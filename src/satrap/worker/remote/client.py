@@ -231,9 +231,9 @@ class RemoteBatches(Iterator[RemoteInputs]):
     def about_length(self) -> int:
         """Return the number of batches, or an estimate; TypeError if there is none."""
         length = self._length()
-        if "batches" not in length and "about" not in length:
-            raise TypeError(length["why"])
-        return int(length.get("batches", length.get("about")))
+        if "about" in length:
+            return int(length["about"])
+        return len(self)
 
     def _length(self) -> dict[str, Any]:
         connection = self.connection

@@ -22,7 +22,7 @@ USER, ITEM = "table 'user' (features 'user', 'last')", "table 'item' (features '
 
 
 def train(use: Use, *, staleness: int = 0, passes: int = 1, frozen: bool = False) -> None:
-    """Train 30 steps in each pass on what `use` returns for a batch, [batch, 2]."""
+    """Train 40 steps in each pass on what `use` returns for a batch, [batch, 2]."""
     user, item = satrap.Table("user", 2, frozen=frozen), satrap.Table("item", 2)
     features: dict[str, satrap.Feature | satrap.Table] = {
         "user": user,
@@ -30,7 +30,7 @@ def train(use: Use, *, staleness: int = 0, passes: int = 1, frozen: bool = False
         "seen": item.bag("mean"),
         "last": user.sequence(2),
     }
-    numbers = np.arange(60) % 7
+    numbers = np.arange(80) % 7
     lists = [[int(number)] for number in numbers]
     columns = {"user": numbers, "item": numbers, "seen": lists, "last": lists}
     data = satrap.Frame({**columns, "label": numbers % 2 + 0.0}, label="label", batch_size=2)
@@ -76,7 +76,7 @@ def test_a_table_is_trained_if_any_of_its_features_is_and_a_frozen_one_is_not_to
 
 
 def test_zeros_at_the_start_unused_batches_and_evaluation_are_no_reason() -> None:
-    factors = iter([0.0] * 19 + [1.0] * 11)
+    factors = iter([0.0] * 29 + [1.0] * 11)
     train(lambda batch: batch["item"] + batch["user"] * next(factors))
     data = satrap.Frame({"item": np.arange(60)}, batch_size=2)
     with satrap.Embeddings({"item": satrap.Table("item", 2)}) as embeddings:

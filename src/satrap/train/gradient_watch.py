@@ -1,6 +1,7 @@
 """A warning about a table that is looked up for training and gets no gradient, because the model detaches its rows.
 
-A table is watched until its first gradient, over all streams of a session, so a run that trains pays nothing.
+A table is watched until its first gradient, over all streams of a session, so a run that trains pays one wait for the
+device: whether the gradients of a stream's block are zeros is read after some steps.
 """
 
 import logging
@@ -10,10 +11,10 @@ from satrap.config.features import Features
 from satrap.train.batch import InFlightBatch
 
 _LOG = logging.getLogger("satrap.train")
-_LOOKUPS = 20
+_UNREAD, _LOOKUPS = 10, 20
 _UNTRAINED = (
-    "%d lookups for training brought no gradient, so these are not trained: %s. Usual causes are detach(), .data, "
-    "numpy() or torch.no_grad() between the batch and the loss, or a model that does not use the rows. If they are to "
+    "the last %d lookups for training brought no gradient, so these are not trained: %s. Usual causes are detach(), "
+    ".data, numpy() or torch.no_grad() between the batch and the loss, or a model that does not use the rows. If they are to "
     "stay as they are, declare Table(..., frozen=True)"
 )
 
@@ -24,7 +25,7 @@ class GradientWatch:
     def __init__(self, features: Features) -> None:
         self._features = features
         self._missed = {table.name: 0 for table in features.tables if table.frozen is not True}
-        """Number of lookups of each trainable table that has got no gradient yet."""
+        """Number of lookups of each trainable table of which no gradient is known yet."""
 
     def note(self, looked_up: Iterable[str], reached: Iterable[str]) -> None:
         """Note which tables were looked up for a step, and which of them have a gradient."""
@@ -32,7 +33,7 @@ class GradientWatch:
             self._missed.pop(table, None)
         for table in self._missed.keys() & looked_up:
             self._missed[table] += 1
-        untrained = [table for table, count in self._missed.items() if count == _LOOKUPS]
+        untrained = [table for table, count in self._missed.items() if count == _UNREAD + _LOOKUPS]
         if untrained:
             _LOG.warning(_UNTRAINED, _LOOKUPS, ", ".join(map(self._described, untrained)))
             for table in untrained:
@@ -59,5 +60,6 @@ class GradientWatch:
         if gradient is not None and features.pooled:
             # Autograd fills the columns of a feature that no loss depends on with zeros.
             for name, columns in zip(features.pooled, gradient.split(list(features.pooled.values()), 1), strict=True):
-                if features[name].table.name in self._missed and columns.any():
-                    yield features[name].table.name
+                table = features[name].table.name
+                if self._missed.get(table, 0) >= _UNREAD and columns.any():
+                    yield table

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from cluster import DEADLINE_SECONDS, running_servers
+from cluster import running_servers
 from logged import Records
 from loop import Net, batches, tables, train
 from satrap import Checkpoint, Deployment, Embeddings, transfer
 from satrap.server.migration.coordinator import Migration
 from satrap.table.snapshot.directory import ChecksumFile
 from satrap.worker import remote_progress
+from waiting import DEADLINE_SECONDS
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from child_processes import SATRAP
 from pty_screen import pty_screen
-from runs import SATRAP
 from satrap.cli.completion import completion_script
 from satrap.cli.main import main
 from satrap.cli.parser import command_parser

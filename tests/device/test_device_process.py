@@ -21,7 +21,6 @@ import torch
 from bag_oracle import UNIVERSE
 from device_workers import assert_equal, pair
 from forks import expect_refusal, in_fork
-from rpc_parts import wait_until
 from satrap import Embeddings
 from satrap.config.features import Features
 from satrap.config.optimizers import SGD, Adagrad, Adam
@@ -32,8 +31,7 @@ from satrap.device.device_worker import device_worker
 from satrap.device.row_memory import RowMemory
 from satrap.device.runs import Runs
 from satrap.errors import CapacityError
-
-DEADLINE_SECONDS = 120
+from waiting import DEADLINE_SECONDS, wait_until
 
 
 def one_table(**options: Any) -> Features:
@@ -54,7 +52,7 @@ def test_threads_lose_no_update(device_memory: int | None, tmp_path: Path) -> No
     store, universe, steps, callers = worker.tables["t"], 200, 60, 3
     done = np.zeros(universe)
 
-    def train(seed: int) -> np.ndarray[Any, Any]:
+    def train_and_count(seed: int) -> np.ndarray[Any, Any]:
         rng, counts = np.random.default_rng(seed), np.zeros(universe)
         for _ in range(steps):
             ids = rng.integers(0, universe, 50)
@@ -78,7 +76,7 @@ def test_threads_lose_no_update(device_memory: int | None, tmp_path: Path) -> No
 
     with ThreadPoolExecutor(callers + 2) as threads:
         watched = [threads.submit(watch, i) for i in range(2)]
-        for each in [threads.submit(train, i) for i in range(callers)]:
+        for each in [threads.submit(train_and_count, i) for i in range(callers)]:
             done += each.result(DEADLINE_SECONDS)
         for watching in watched:
             watching.result(DEADLINE_SECONDS)

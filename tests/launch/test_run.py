@@ -19,11 +19,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from async_child import summed
+from child_processes import SATRAP
 from cluster import suspend
 from runs import (
-    DEADLINE_SECONDS,
     JOB,
-    SATRAP,
     assert_nothing_is_left,
     assert_same_result,
     is_running,
@@ -35,12 +34,12 @@ from runs import (
     start_run,
     wait_for_exit,
     wait_for_output,
-    wait_until,
     write_changed_job,
 )
 from satrap.launch.run_events import Event, ScaleRequested
 from satrap.launch.run_loop import lock_run_folder
 from satrap.launch.scaler import Scaler, request_servers
+from waiting import DEADLINE_SECONDS, wait_until
 
 ASYNC = JOB.with_name("async_job.py")
 pytestmark = pytest.mark.draw(4)

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 import rpc_parts  # noqa: F401  starts a thread that pyzmq keeps
 from bag_oracle import draw_bags, update
-from cluster import ANYWHERE, DEADLINE_SECONDS, batch, contents, features, running_servers, sharded_worker, step_both
+from cluster import ANYWHERE, batch, features, running_servers, sharded_worker, step_both
+from contents import contents
 from faults import killed_at_random
 from satrap.config.features import Features
 from satrap.config.optimizers import SGD, Adagrad
@@ -32,6 +33,7 @@ from satrap.server.server import Server
 from satrap.worker.local_rows import local_worker
 from satrap.worker.worker import Worker
 from tour import TOUR, Tour
+from waiting import DEADLINE_SECONDS
 
 pytestmark = pytest.mark.draw(3)
 EXACT = np.arange(200, dtype=np.uint64)  # ids of tables whose rows stay exact
@@ -73,7 +75,7 @@ def train_exactly(workers: list[Any], seed: int, ahead: int, over: Callable[[], 
     ended = [False] * len(workers)
     agreed = threading.Barrier(len(workers))
 
-    def train(rank: int) -> None:
+    def train_until_over(rank: int) -> None:
         draw, worker = np.random.default_rng([seed, rank]), workers[rank]
         looked_up: deque[tuple[int, Any, NDArray[np.float32]]] = deque()
         for step in range(1, 100_000):
@@ -96,7 +98,7 @@ def train_exactly(workers: list[Any], seed: int, ahead: int, over: Callable[[], 
 
     def guarded(rank: int) -> None:
         try:
-            train(rank)
+            train_until_over(rank)
         except BaseException:
             agreed.abort()
             raise

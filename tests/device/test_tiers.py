@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from bag_oracle import UNIVERSE
+from cluster import batch, one_table
 from contents import MOVES, bits, counted_bits, counted_contents
 from device_workers import ArrayWorker, FoundAhead, train_in_parts, user_and_item
 from loop import job, loss_of, train_dropping
@@ -156,7 +157,7 @@ def test_batches_are_found_ahead_again_after_one_that_did_not_fit(device: str, m
         return resolved
 
     monkeypatch.setattr(DeviceRows, "resolve", note)
-    declared, rows = one_table(), []
+    declared, rows = one_table(dim=4, num_buckets=2), []
     tiered: dict[str, Any] = {"device": device, "device_memory": 12 * ROW}
     for where in (tiered, {}):
         embeddings = Embeddings(dict(declared), num_threads=1, seed=3, **where)
@@ -198,17 +199,8 @@ def test_a_checkpoint_resumes_with_other_tiers(device: str, tmp_path: Path, rng:
     assert whole == resumed
 
 
-def one_table(**options: Any) -> Features:
-    given: dict[str, Any] = {"dim": 4, "optimizer": Adagrad(0.1), "num_buckets": 2}
-    return Features({"one": Table("t", **given | options)})
-
-
-def batch(ids: Any) -> Inputs:
-    return Inputs(names=("one",), values=np.asarray(ids, np.uint64), batch_size=len(ids))
-
-
 def test_a_batch_that_does_not_fit_is_refused_by_name(device: str) -> None:
-    worker = device_worker(one_table(), device, num_threads=1, device_memory=5 * ROW)
+    worker = device_worker(one_table(dim=4, num_buckets=2), device, num_threads=1, device_memory=5 * ROW)
     expected = "table 't': the batch has 6 unique ids; expected at most 5, the rows in 160 bytes of the device: give"
     with pytest.raises(CapacityError, match=expected):
         worker.lookup(batch(np.arange(6)))
@@ -228,8 +220,10 @@ def test_a_batch_that_does_not_fit_is_refused_by_name(device: str) -> None:
 
 def test_an_update_of_rows_that_went_home_is_applied_there(device: str) -> None:
     """A caller without a stream may look up more batches than fit before it updates the first."""
-    workers: list[Any] = [local_worker(one_table(dtype="float16"), num_threads=1)]
-    workers.append(ArrayWorker(one_table(dtype="float16"), device, num_threads=1, device_memory=5 * 24))
+    workers: list[Any] = [local_worker(one_table(dim=4, num_buckets=2, dtype="float16"), num_threads=1)]
+    workers.append(
+        ArrayWorker(one_table(dim=4, num_buckets=2, dtype="float16"), device, num_threads=1, device_memory=5 * 24)
+    )
     tickets = [[worker.lookup(batch(np.arange(k, k + 5)), step=k + 1).ticket for k in range(4)] for worker in workers]
     gradients = np.random.default_rng(0).normal(size=(4, 5, 4)).astype(np.float32)
     for worker, of_worker in zip(workers, tickets, strict=True):
@@ -242,8 +236,8 @@ def test_an_update_of_rows_that_went_home_is_applied_there(device: str) -> None:
 
 @pytest.mark.parametrize("where", ["exchange", "home"])
 def test_memory_that_runs_out_loses_no_row(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    workers: list[Any] = [local_worker(one_table(), num_threads=1)]
-    workers.append(ArrayWorker(one_table(), "cpu", num_threads=1, device_memory=5 * ROW))
+    workers: list[Any] = [local_worker(one_table(dim=4, num_buckets=2), num_threads=1)]
+    workers.append(ArrayWorker(one_table(dim=4, num_buckets=2), "cpu", num_threads=1, device_memory=5 * ROW))
     for worker in workers:
         for k in range(10):
             result = worker.lookup(batch(np.arange(5 * k, 5 * k + 5)), step=k + 1)
@@ -283,7 +277,9 @@ def test_memory_that_runs_out_loses_no_row(where: str, monkeypatch: pytest.Monke
 
 
 def test_bounded_tables_that_fit_have_one_tier() -> None:
-    worker: Any = device_worker(one_table(capacity=20), "cpu", num_threads=1, device_memory="1MiB")
+    worker: Any = device_worker(
+        one_table(dim=4, num_buckets=2, capacity=20), "cpu", num_threads=1, device_memory="1MiB"
+    )
     worker.lookup(batch(np.arange(10)))
     assert "on_device" not in worker.tables["t"].stats()
     assert len(worker.rows._engine.memories[0].values) == 20
@@ -301,15 +297,15 @@ def test_device_memory_is_checked() -> None:
     ]
     for memory, expected in refused:
         with pytest.raises(ConfigError, match=expected):
-            device_worker(one_table(), "cpu", device_memory=memory)
+            device_worker(one_table(dim=4, num_buckets=2), "cpu", device_memory=memory)
     with pytest.raises(ConfigError, match="device_memory is '1GiB' without a device; expected device= beside it"):
         Embeddings(user_and_item(), device_memory="1GiB")
 
 
 def test_batches_found_ahead_have_the_bits_of_rows_in_memory(device: str, rng: np.random.Generator) -> None:
     """With gradients that depend on the rows, so that an update and a move in the wrong order would show."""
-    here = local_worker(one_table(dim=64), num_threads=1)
-    there = device_worker(one_table(dim=64), device, num_threads=1, device_memory=2200 * 512)
+    here = local_worker(one_table(dim=64, num_buckets=2), num_threads=1)
+    there = device_worker(one_table(dim=64, num_buckets=2), device, num_threads=1, device_memory=2200 * 512)
     data = [batch(rng.integers(0, 8000, 1024)) for _ in range(30)]
     request = there.resolve(data[0], step=1, oldest_open=1)
     for step, inputs in enumerate(data, 1):

@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 
 import rpc_parts  # noqa: F401  starts a thread that pyzmq keeps
 from bag_oracle import draw_bags, update
-from cluster import ANYWHERE, batch, features, running_servers, sharded_worker, step_both
+from cluster import ANYWHERE, batch, features, one_table, running_servers, sharded_worker, step_both
 from contents import contents
 from faults import killed_at_random
 from satrap.config.features import Features
 from satrap.config.optimizers import SGD, Adagrad
-from satrap.config.tables import MinCount, Normal, Table, Zeros
+from satrap.config.tables import MinCount, Normal, Zeros
 from satrap.errors import ConfigError, DeadlineError, NotReadyError, SnapshotError
 from satrap.rpc import Client, Origin, Service
 from satrap.server.migration.coordinator import Migration
@@ -40,9 +40,8 @@ EXACT = np.arange(200, dtype=np.uint64)  # ids of tables whose rows stay exact
 
 
 def table(**options: Any) -> Features:
-    return Features(
-        {"id": Table("t", dim=2, num_buckets=16, **{"optimizer": SGD(lr=0.25), "initial": Zeros(), **options})}
-    )
+    given: dict[str, Any] = {"num_buckets": 16, "optimizer": SGD(lr=0.25), "initial": Zeros()}
+    return one_table(**given | options)
 
 
 def test_admission_and_eviction_state_migrates(rng: np.random.Generator) -> None:

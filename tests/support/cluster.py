@@ -50,7 +50,8 @@ def features() -> Features:
 
 
 def one_table(**options: Any) -> Features:
-    return Features({"id": Table("t", optimizer=Adagrad(lr=0.1), **{"dim": 2, "num_buckets": 8, **options})})
+    given: dict[str, Any] = {"dim": 2, "optimizer": Adagrad(lr=0.1), "num_buckets": 8}
+    return Features({"id": Table("t", **given | options)})
 
 
 def batch(ids: Any) -> Inputs:

@@ -124,3 +124,12 @@ def assert_same_result(folder: Path, expected: dict[str, np.ndarray]) -> None:
         assert result.keys() == expected.keys() and all(
             np.array_equal(result[name], expected[name]) for name in expected
         )
+
+
+def require_same_end(folder: Path, run: subprocess.Popen[str], expected: dict[str, np.ndarray]) -> tuple[str, str]:
+    """Waits for a run, which must end with these results and leave nothing; returns its output and errors."""
+    status, out, err = wait_for_exit(run)
+    assert status == 0, err
+    assert_same_result(folder, expected)
+    assert_nothing_is_left(folder, [])
+    return out, err

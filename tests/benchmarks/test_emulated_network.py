@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 from benchmarks.cluster.processes import receive, talking
 from benchmarks.harness.machine import ROOT
 from benchmarks.paper import link, machines
 from benchmarks.paper.link import Network, Shape
+
+from child_processes import child_process
+from runs import is_running
+from waiting import wait_until
 
 pytestmark = pytest.mark.draw(6)
 emulation = pytest.mark.skipif(machines.unable() is not None, reason=str(machines.unable()))
@@ -113,12 +115,6 @@ def test_machines_end_with_their_parent() -> None:
         "import json, time; from benchmarks.paper.machines import emulated\n"
         "with emulated(2) as made: print(json.dumps([made.switch_pid, *made._holders]), flush=True); time.sleep(600)"
     )
-    driver = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT)
-    try:
+    with child_process([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT) as driver:
         pids = receive(driver)
-    finally:
-        driver.kill()
-        driver.communicate()
-    until = time.monotonic() + 60
-    while any(Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids):
-        assert time.monotonic() < until, "a process of the emulated network is left"
+    wait_until(lambda: not any(map(is_running, pids)), otherwise=lambda: "a process of the emulated network is left")

@@ -22,9 +22,10 @@ from benchmarks.gpu.__main__ import PARTS
 from benchmarks.gpu.child import Job, OutOfTimeError
 from benchmarks.gpu.results import Results
 
+from child_processes import child_process
 from satrap.device import home_memory, reference
+from waiting import DEADLINE_SECONDS, wait_until
 
-DEADLINE_SECONDS = 240
 ROOT = Path(__file__).parents[2]
 TINY = replace(
     devices.SMALL, samples=8, checked_samples=8, rows=26 * 60, checked_rows=260, moved_rows=40, copied_bytes=1 << 14
@@ -46,14 +47,9 @@ def started(out: Path, minutes: float, *options: str, modules: dict[str, str] | 
         (folder / f"{name}.py").write_text(text)
     command = [sys.executable, "-m", "benchmarks.gpu", "--minutes", str(minutes), "--out", str(out), *options]
     environment = {**os.environ, "PYTHONPATH": str(folder)}
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    try:
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with child_process(command, cwd=ROOT, env=environment, text=True, **pipes) as process:
         yield process
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def run(out: Path, minutes: float, *options: str, modules: dict[str, str] | None = None) -> tuple[int, str]:
@@ -105,19 +101,14 @@ sys.meta_path[:] = [Without(list(sys.meta_path))]
 def test_a_run_that_is_killed_loses_nothing(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with started(out, 10, "--parts", "environment", "kernels") as process:
-        deadline = time.monotonic() + DEADLINE_SECONDS
-        while len(records(out)) < 6:
-            assert time.monotonic() < deadline and process.poll() is None, process.communicate()
-            time.sleep(0.02)
+        wait_until(lambda: len(records(out)) >= 6, process)
         process.kill()
         process.wait()
     found = records(out)
     assert [each["item"] for each in found[:4]] == ["software", "device", "copies", "pool/one id/float32"]
     assert all(each["status"] == "ok" for each in found)
     assert "after environment" in (out / "summary.txt").read_text()
-    while children_of(out):
-        assert time.monotonic() < deadline, "a process outlives the run"
-        time.sleep(0.02)
+    wait_until(lambda: not children_of(out), otherwise=lambda: "a process outlives the run")
 
 
 def children_of(out: Path) -> list[Path]:
@@ -135,10 +126,7 @@ def children_of(out: Path) -> list[Path]:
 def test_a_run_that_is_ended_says_so(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with started(out, 10, "--parts", "environment", "kernels") as process:
-        deadline = time.monotonic() + DEADLINE_SECONDS
-        while len(records(out)) < 4:
-            assert time.monotonic() < deadline and process.poll() is None
-            time.sleep(0.02)
+        wait_until(lambda: len(records(out)) >= 4, process)
         process.send_signal(signal.SIGTERM)
         assert process.wait(DEADLINE_SECONDS) == 1
     summary = (out / "summary.txt").read_text()

@@ -15,8 +15,7 @@ from benchmarks.harness import rounds
 from benchmarks.harness.machine import ROOT
 
 from benchmarks import workload
-
-DEADLINE_SECONDS = 240.0
+from waiting import DEADLINE_SECONDS
 
 
 def imported(path: Path) -> set[str]:

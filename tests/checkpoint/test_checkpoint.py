@@ -21,7 +21,6 @@ from satrap.errors import CheckpointError, SatrapError, SnapshotError, StreamErr
 from satrap.storage.local_folder import LocalFolder
 
 pytestmark = pytest.mark.draw(8)
-DEADLINE_SECONDS = 240
 
 
 @pytest.mark.parametrize("full_every", [1, 3])

@@ -7,17 +7,17 @@ import random
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from checkpoint_job import DEADLINE_SECONDS, Job, same, uninterrupted
+from checkpoint_job import Job, same, uninterrupted
 from cluster import ANYWHERE, ServerProcess, server_processes
 from object_stores import BUCKET, S3, running_moto, use
 from satrap.storage.open_folder import _bucket
+from waiting import DEADLINE_SECONDS, wait_until
 
 ROOT = f"s3://{BUCKET}"
 SCRIPT = Path(__file__).parents[1] / "support/checkpoint_job.py"
@@ -54,10 +54,10 @@ class Trainer:
 
     def wait_for_steps(self, number: int) -> None:
         """Waits until it has taken so many steps, or has ended."""
-        deadline = time.monotonic() + DEADLINE_SECONDS
-        while sum(line.strip().isdecimal() for line in self._out) < number and self.process.poll() is None:
-            assert time.monotonic() < deadline, "".join(self._out)
-            time.sleep(0.01)
+        wait_until(
+            lambda: sum(line.strip().isdecimal() for line in self._out) >= number or self.process.poll() is not None,
+            otherwise=lambda: "".join(self._out),
+        )
 
     def end(self, seconds: float) -> int | None:
         """Returns the exit status, or None if the trainer still runs after so many seconds."""

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from checkpoint_job import NUM_IDS, Job, same
-from cluster import ANYWHERE, DEADLINE_SECONDS, running_servers, server_processes
+from cluster import ANYWHERE, running_servers, server_processes
 from logged import logged
 from object_stores import BUCKET, S3, Azure, ObjectStore, running_azurite, running_moto, use
 from satrap import Deployment, Reader
@@ -29,6 +29,7 @@ from satrap.checkpoint.run_owner import OWNER
 from satrap.errors import ChangesError, CheckpointError, ConfigError, SnapshotError
 from satrap.storage.object_folder import ObjectFolder
 from satrap.storage.open_folder import _bucket, open_folder
+from waiting import DEADLINE_SECONDS
 
 ROOT = f"s3://{BUCKET}"
 SCHEMES = ("s3", "gs", "az")
@@ -229,19 +230,19 @@ def test_servers_write_their_parts_while_rows_are_trained(
         job = Job(url, 9, keep=9, full_every=3, rows=rows([each.address for each in servers]))
         stream = job.embeddings.stream(job.source)
 
-        def train(steps: int) -> None:
+        def take_steps(steps: int) -> None:
             for _ in range(steps):
                 job.step(next(stream))
 
-        train(1)
+        take_steps(1)
         assert job.run.save()
-        train(1)
+        take_steps(1)
         states = {2: job.state()}
         with s3.held(rf"000002-step-2.*{data_file}") as (wait, let_go), monkeypatch.context() as patched:
             patched.setattr(ObjectFolder, "create", None)  # the servers write all data files
             assert job.run.save(wait=False)
             wait()
-            train(2)
+            take_steps(2)
             other = Job(url, 9)
             with logged("satrap.checkpoint", match=r"000002-step-2.* has no complete checkpoint\.json: "):
                 assert other.run.resume() and other.embeddings.step == 1, "what a kill at this moment would leave"
@@ -255,13 +256,13 @@ def test_servers_write_their_parts_while_rows_are_trained(
             servers[1].kill()
             let_go()
             servers[1].restart()
-            train(1)
+            take_steps(1)
             with pytest.raises(ChangesError, match="no longer has the cut"):
                 job.run.save(wait=False)
         assert {name[:13] for name in versions(s3, "beside/run")} == {"000001-step-1", "000002-step-2"}
         states[5] = job.state()
         assert job.run.save(wait=False)
-        train(1)
+        take_steps(1)
         job.embeddings.close()
     kept = sorted(versions(s3, "beside/run"))
     assert [name[:13] for name in kept] == ["000001-step-1", "000002-step-2", "000004-step-5"], "a name is used once"

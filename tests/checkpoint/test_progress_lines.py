@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from cluster import DEADLINE_SECONDS, running_servers
-from logged import Records
+from cluster import running_servers
+from logged import received
 from loop import Net, batches, tables, train
 from satrap import Checkpoint, Deployment, Embeddings, transfer
 from satrap.server.migration.coordinator import Migration
 from satrap.table.snapshot.directory import ChecksumFile
 from satrap.worker import remote_progress
+from waiting import DEADLINE_SECONDS
 
 
 @pytest.fixture
@@ -25,13 +26,8 @@ def records(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[logging.LogRecord]
     """The records of the log, in which every advance makes a line."""
     monkeypatch.setattr(transfer, "_REPORT_SECONDS", 0.0)
     monkeypatch.setattr(remote_progress, "_QUERY_SECONDS", 0.0)
-    logger, handler = logging.getLogger("satrap"), Records()
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    yield handler.records
-    logger.removeHandler(handler)
-    logger.setLevel(level)
+    with received("satrap") as records:
+        yield records
 
 
 def figures(records: list[logging.LogRecord], logger: str, event: str) -> list[dict[str, Any]]:

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from checkpoint_job import Job, same
 from cluster import running_servers
-from loop import batches, bits, job, loss_of, tables
+from contents import bits
+from loop import batches, job, loss_of, tables
 from remote_worker_parts import working
 from satrap import Checkpoint, Deployment, Embeddings
 from satrap.errors import CheckpointError, SnapshotError, StreamError
@@ -27,7 +28,7 @@ from trainers import Trainers
 NUM = 12
 
 
-def train(job: Job, until: int, save_at: int | None = None) -> None:
+def train_and_save_at(job: Job, until: int, save_at: int | None = None) -> None:
     """Train up to a step, in one stream, with one save."""
     job.source.num, save = until, job.run.save
     vars(job.run)["save"] = lambda **_: save() if job.embeddings.step == save_at else False
@@ -38,7 +39,7 @@ def train(job: Job, until: int, save_at: int | None = None) -> None:
 def undisturbed(run: Path, until: int) -> dict[str, Any]:
     """Return the state of a new job after these steps."""
     job = Job(str(run), until)
-    train(job, until)
+    train_and_save_at(job, until)
     return job.state()
 
 
@@ -50,12 +51,12 @@ def test_a_run_that_resumes_itself_equals_an_undisturbed_one(
     folder, end = tmp_path_factory.mktemp("run"), saved + further
     part, straight = (undisturbed(folder / str(until), until) for until in (saved, end))
     job = Job(str(folder / "run"), NUM, full_every=full_every)
-    train(job, end, save_at=saved)
+    train_and_save_at(job, end, save_at=saved)
     for _ in range(times):
         same(job.state(), straight)
         assert job.run.resume()
         same(job.state(), part)
-        train(job, end)
+        train_and_save_at(job, end)
     same(job.state(), straight)
     job.run.save()
     assert job.run.resume()
@@ -65,7 +66,7 @@ def test_a_run_that_resumes_itself_equals_an_undisturbed_one(
 def test_embeddings_with_a_part_of_a_checkpoint_refuse_everything_but_a_resume(tmp_path: Path) -> None:
     """The second table cannot be filled, after both were verified."""
     job = Job(str(tmp_path / "run"), 6)
-    train(job, 6, save_at=3)
+    train_and_save_at(job, 6, save_at=3)
     before = job.state()
     fill = Store.fill
 
@@ -92,7 +93,7 @@ def test_embeddings_with_a_part_of_a_checkpoint_refuse_everything_but_a_resume(t
         with pytest.raises(StreamError, match=refused):
             use()
     assert job.run.resume() and job.embeddings.step == 3
-    train(job, 6)
+    train_and_save_at(job, 6)
     same(job.state(), before)
 
 
@@ -114,12 +115,12 @@ def test_a_second_save_of_a_step_is_another_checkpoint_of_it(tmp_path: Path) -> 
 
 def test_a_named_version_is_resumed_and_training_continues_from_it(tmp_path: Path) -> None:
     job = Job(str(tmp_path / "run"), 8, keep=9)
-    train(job, 3)
+    train_and_save_at(job, 3)
     job.run.save(best=True)
     best = job.run.best
     assert best == "000001-step-3"
     at_best = job.state()
-    train(job, 3)  # from the beginning of the data
+    train_and_save_at(job, 3)  # from the beginning of the data
     job.run.save()
     with pytest.raises(CheckpointError, match=r"has no checkpoint 'none'; it has \['000001-step-3', '000002-step-6'\]"):
         job.run.resume("none")
@@ -142,7 +143,7 @@ def test_the_best_of_a_run_that_has_none(tmp_path: Path) -> None:
     before = job.state()
     assert not job.run.resume("best"), "a run that begins has nothing to resume, as without a name"
     same(job.state(), before)
-    train(job, 2)
+    train_and_save_at(job, 2)
     job.run.save()
     with pytest.raises(
         CheckpointError, match=r"has no checkpoint that was saved as the best; it has \['000001-step-2'\]"

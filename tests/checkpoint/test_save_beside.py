@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from checkpoint_job import DEADLINE_SECONDS, Job, names, run_killed, same, uninterrupted
+from checkpoint_job import Job, names, run_killed, same, uninterrupted
+from child_processes import child_process
 from cluster import ANYWHERE, running_servers
 from disk import small_disk
-from rpc_parts import wait_until
 from satrap import Deployment
 from satrap.checkpoint.checkpoint import Checkpoint
 from satrap.errors import CheckpointError, SnapshotError
@@ -30,6 +30,7 @@ from satrap.server.server import Server
 from satrap.storage.folder import Writer
 from satrap.table.snapshot import writer
 from satrap.table.snapshot.directory import ChecksumFile
+from waiting import DEADLINE_SECONDS, wait_until
 
 
 class Held:
@@ -152,20 +153,12 @@ def killed_in_a_save(run: Path, addresses: list[str], held: Held, old_bytes: Cal
     command = [sys.executable, str(Path(__file__).parents[1] / "support/checkpoint_job.py"), str(run), "12"]
     command += [json.dumps({"servers": addresses}), "beside"]
     held.may_write.set()
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:
-        timer = threading.Timer(2 * DEADLINE_SECONDS, trainer.kill)
-        timer.start()
-        try:
-            assert trainer.stdout is not None
-            assert [trainer.stdout.readline() for _ in range(3)] == ["1\n", "2\n", "3\n"]
-            held.may_write.clear()
-            held.is_writing.clear()
-            wait_until(lambda: held.is_writing.is_set() and any(old_bytes()))
-            published = [each for each in names(run) if not each.startswith(".")]
-        finally:
-            trainer.kill()
-            timer.cancel()
-            timer.join()
+    with child_process(command, 2 * DEADLINE_SECONDS, stdout=subprocess.PIPE, text=True) as trainer:
+        assert [trainer.stdout.readline() for _ in range(3)] == ["1\n", "2\n", "3\n"]
+        held.may_write.clear()
+        held.is_writing.clear()
+        wait_until(lambda: held.is_writing.is_set() and any(old_bytes()))
+        published = [each for each in names(run) if not each.startswith(".")]
     assert [each for each in names(run) if not each.startswith(".")] == published and published
     return published
 

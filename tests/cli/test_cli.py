@@ -5,16 +5,16 @@ import os
 import re
 import runpy
 import signal
-import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from runs import SATRAP
+from child_processes import SATRAP, child_process, silent_server
 from satrap import __version__, _core
 from satrap.cli.main import main
 
@@ -177,13 +177,10 @@ def test_a_repeated_option_of_migrate_keeps_all_addresses(twice: str, capsys: py
 
 
 def test_an_interrupted_migration_tells_how_to_finish_it() -> None:
-    command = os.path.join(os.path.dirname(sys.executable), "satrap")
-    with socket.create_server(("127.0.0.1", 0)) as listener:  # it accepts connections and sends nothing
-        address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
-        child = subprocess.Popen(
-            [command, "migrate", "--from", address, "--to", address], stderr=subprocess.PIPE, text=True
-        )
-        assert child.stderr is not None
+    with ExitStack() as stack:
+        listener, address = stack.enter_context(silent_server())
+        command = [str(SATRAP), "migrate", "--from", address, "--to", address]
+        child = stack.enter_context(child_process(command, stderr=subprocess.PIPE, text=True))
         listener.settimeout(60)
         listener.accept()[0].close()
         child.send_signal(signal.SIGINT)
@@ -202,13 +199,11 @@ def test_a_script_that_configures_logging_gets_the_log_itself(own: bool, expecte
 
 
 def test_a_closed_output_pipe_is_not_an_error_message() -> None:
-    command = [os.path.join(os.path.dirname(sys.executable), "satrap"), "doctor", "--no-run"]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert child.stdout is not None and child.stderr is not None
-    child.stdout.close()
-    assert child.wait(300) == 1
-    assert child.stderr.read() == ""
-    child.stderr.close()
+    command = [str(SATRAP), "doctor", "--no-run"]
+    with child_process(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        child.stdout.close()
+        assert child.wait(300) == 1
+        assert child.stderr.read() == ""
 
 
 SIGNAL_RACE = """

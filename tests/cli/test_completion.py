@@ -6,11 +6,12 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from child_processes import SATRAP, child_process
 from pty_screen import pty_screen
-from runs import SATRAP
 from satrap.cli.completion import completion_script
 from satrap.cli.main import main
 from satrap.cli.parser import command_parser
@@ -66,22 +67,13 @@ def test_tab_in_a_terminal(tmp_path: Path) -> None:
     (tmp_path / "train_clicks.py").touch()
     (tmp_path / "rc").write_text(f'PS1="$ "\nPATH="{SATRAP.parent}:$PATH"\neval "$(satrap completion bash)"\n')
     with pty_screen(120) as screen:
-        shell = subprocess.Popen(
-            [str(BASH), "--rcfile", str(tmp_path / "rc"), "-i"],
-            stdin=screen.stream,
-            stdout=screen.stream,
-            stderr=screen.stream,
-            cwd=tmp_path,
-            env=os.environ | {"TERM": "dumb", "HOME": str(tmp_path), "INPUTRC": "/dev/null"},
-            start_new_session=True,
-        )
-        try:
+        command = [str(BASH), "--rcfile", str(tmp_path / "rc"), "-i"]
+        streams: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), screen.stream)
+        environment = os.environ | {"TERM": "dumb", "HOME": str(tmp_path), "INPUTRC": "/dev/null"}
+        with child_process(command, cwd=tmp_path, env=environment, start_new_session=True, **streams):
             screen.wait_for(lambda rows: rows[-1].endswith("$ "))
             screen.type("satrap ru\ttrain_\t--serv\t")
             screen.wait_for(lambda rows: "satrap run train_clicks.py --server" in rows[-1])
-        finally:
-            shell.kill()
-            shell.wait()
 
 
 def test_zsh_runs_the_script_of_bash(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,6 @@ import pty
 import random
 import re
 import signal
-import socket
 import struct
 import subprocess
 import termios
@@ -29,10 +28,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from child_processes import SATRAP, child_process, silent_server
 from cluster import batch, one_table, running_servers, sharded_worker
 from runs import (
     JOB,
-    SATRAP,
     assert_nothing_is_left,
     name_processes,
     num_checkpoints,
@@ -40,7 +39,6 @@ from runs import (
     start_run,
     wait_for_exit,
     wait_for_output,
-    wait_until,
 )
 from satrap.cli import status
 from satrap.cli.main import main
@@ -51,6 +49,7 @@ from satrap.errors import ConfigError
 from satrap.launch.run_monitor import STATUS
 from satrap.launch.run_state import RunState
 from scrape import get, number, scrape
+from waiting import wait_until
 
 
 def status_of(folder: Path) -> dict[str, Any]:
@@ -235,8 +234,7 @@ def test_servers_that_do_not_answer_are_waited_for_together() -> None:
     """A rack is lost, say: its servers neither refuse a connection nor answer."""
     with ExitStack() as stack:
         (service,) = stack.enter_context(running_servers(1))
-        silent = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(10)]
-        addresses = [f"tcp://127.0.0.1:{each.getsockname()[1]}" for each in silent]
+        addresses = [stack.enter_context(silent_server())[1] for _ in range(10)]
         reader = stack.enter_context(RunReader(None, [*addresses[:5], service.address, *addresses[5:]]))
         start = time.monotonic()
         answers = reader.read()["answers"]
@@ -270,15 +268,10 @@ def test_json_is_one_object_per_line_until_the_reader_leaves() -> None:
     with running_servers(1) as services, sharded_worker(one_table(), [services[0].address]) as worker:
         worker.lookup(batch([1, 2, 3]), step=1)
         command = [str(SATRAP), "status", "--watch", "--json", "--seconds", "0.1", "--servers", services[0].address]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-            timer = threading.Timer(120, process.kill)
-            timer.start()
-            assert process.stdout is not None and process.stderr is not None
+        with child_process(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
             seen = [json.loads(process.stdout.readline()) for _ in range(3)]
             process.stdout.close()
             assert process.wait() == 1 and process.stderr.read() == ""
-            timer.cancel()
-            timer.join()
     assert [each["rows"] for each in seen] == [3, 3, 3] and seen[0]["at"] < seen[1]["at"] < seen[2]["at"]
 
 

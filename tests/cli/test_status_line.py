@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from child_processes import SATRAP
 from pty_screen import PtyScreen, pty_screen
-from runs import DEADLINE_SECONDS, SATRAP
 from satrap.cli.main import main
 from satrap.planning import calibration
+from waiting import DEADLINE_SECONDS
 
 
 def run_on(screen: PtyScreen, *arguments: str, **environment: str) -> str:

@@ -19,9 +19,10 @@ import pytest
 import torch
 
 import satrap
-from runs import DEADLINE_SECONDS, SATRAP
+from child_processes import SATRAP
 from satrap.cli.main import main
 from satrap.data.inferred_source import column_names, infer_source, sample_rows
+from waiting import DEADLINE_SECONDS
 
 FORMATS = ("parquet", "arrow", "csv", "tsv", "csv.gz", "txt")
 METRICS = re.compile(

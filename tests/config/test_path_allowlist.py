@@ -13,7 +13,7 @@ import pytest
 
 from clicks import write_table
 from cluster import batch, one_table, running_servers, sharded_worker
-from remote_worker_parts import Working, running, source, train, write
+from remote_worker_parts import Working, running, source, train_and_note, write
 from satrap import CSV, Arrow, Checkpoint, Parquet
 from satrap.config.location import Location
 from satrap.config.path_allowlist import PathAllowlist
@@ -263,7 +263,7 @@ def test_a_worker_reads_below_what_was_named(tmp_path: Path) -> None:
         closing(Working(data=[tmp_path / "data"])) as worker,
         running(servers=[server.address], workers=[worker.address]) as job,
     ):
-        assert len(train(job, source(tmp_path / "data" / "a.parquet"))) == 2
+        assert len(train_and_note(job, source(tmp_path / "data" / "a.parquet"))) == 2
         for path in (tmp_path / "secret" / "a.parquet", tmp_path / "data" / ".." / "secret" / "*.parquet"):
             with pytest.raises(ConfigError, match=r"secret.* is refused: .*with --data"):
-                train(job, source(path))
+                train_and_note(job, source(path))

@@ -26,7 +26,6 @@ from hypothesis import given, settings
 
 import clicks
 from clicks import FEATURES, KINDS, make, source
-from rpc_parts import DEADLINE_SECONDS, wait_until
 from satrap.config.columns import Columns
 from satrap.data.block import Block, Chunk
 from satrap.data.delimited import CSV
@@ -37,6 +36,7 @@ from satrap.data.read_ahead import ReadAhead
 from satrap.data.shuffle_order import permutation
 from satrap.errors import ConfigError, InputError, SourceError
 from uneven_source import Numbers, UnevenSource, at, ids, number_block, uneven_sources
+from waiting import DEADLINE_SECONDS, wait_until
 
 # -- order -------------------------------------------------------------------------------------------------------------
 

@@ -28,17 +28,10 @@ from deploy_jobs import host, pods_of, rendered
 from kuberay_pods import ray_pods
 from loop import NUM_IDS
 from pods import Pod, Pods, pods
-from runs import (
-    DEADLINE_SECONDS,
-    JOB,
-    assert_same_result,
-    num_checkpoints,
-    run_to_its_end,
-    wait_for_exit,
-    wait_until,
-)
+from runs import JOB, assert_same_result, num_checkpoints, run_to_its_end, wait_for_exit
 from satrap.deploy.job_file import DeployJob, Image, Role, Storage
 from satrap.rpc.keys import create_keys
+from waiting import DEADLINE_SECONDS, wait_until
 
 NUM_ROWS = 640
 HEAD, NAMESPACE = "smoke-head-svc", "default.svc.cluster.local"

@@ -6,12 +6,15 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
-from cluster import DEADLINE_SECONDS
+from child_processes import child_process
+from waiting import DEADLINE_SECONDS
 
 SCRIPT = """
 import os, signal, sys
@@ -50,17 +53,14 @@ def run_together(folder: Path, mode: str) -> list[subprocess.CompletedProcess[st
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(rendezvous.port), "WORLD_SIZE": "2"}
     environment = {**os.environ, **common, "OMP_NUM_THREADS": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     command = [sys.executable, str(folder / "train.py"), str(folder), mode]
-    running = [
-        subprocess.Popen(
-            command, env={**environment, "RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
-    ]
-    try:
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with ExitStack() as stack:
+        children = [
+            child_process(command, 2 * DEADLINE_SECONDS, env={**environment, "RANK": str(rank)}, **pipes)
+            for rank in range(2)
+        ]
+        running = [stack.enter_context(each) for each in children]
         outputs = [each.communicate(timeout=2 * DEADLINE_SECONDS) for each in running]
-    finally:
-        for each in running:
-            each.kill()
     return [
         subprocess.CompletedProcess(command, each.returncode, *output)
         for each, output in zip(running, outputs, strict=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from trainers import Trainers, require_same_as_alone
+from trainers import Trainers, end_alike, require_same_as_alone
 
 CHILD = Path(__file__).parents[1] / "support/collective_child.py"
 
@@ -20,10 +20,6 @@ CHILD = Path(__file__).parents[1] / "support/collective_child.py"
 def trainers() -> Iterator[Trainers]:
     with Trainers(4, CHILD) as found:
         yield found
-
-
-def same(found: dict[str, Any], other: dict[str, Any]) -> bool:
-    return (found["dense"], found["rows"]) == (other["dense"], other["rows"])
 
 
 @pytest.mark.draw(3)
@@ -127,7 +123,7 @@ def test_what_all_trainers_do_is_no_error(
 ) -> None:
     how: dict[str, Any] = {"staleness": staleness, "overlap": overlap, "ahead": ahead, "device": "cpu"}
     found = trainers.run([], 2, tmp_path, **how, checkpoint=str(tmp_path / "run"), differs=way, all=True)
-    assert all(each["error"] == "" and same(each, found[0]) for each in found), found[0]["error"]
+    assert all(each["error"] == "" and end_alike(each, found[0]) for each in found), found[0]["error"]
 
 
 @pytest.mark.draw(2)
@@ -164,7 +160,7 @@ def test_uneven_batches_drops_and_accumulation_equal_rows_in_memory(
     how |= {"dense": device, "num_users": num_users, "output_dtype": output_dtype}
     in_memory = trainers.run([], 2, tmp_path, **how)
     found = trainers.run([], 2, tmp_path, **how, device=device)
-    assert same(found[0], in_memory[0]) and same(found[1], in_memory[1])
+    assert end_alike(found[0], in_memory[0]) and end_alike(found[1], in_memory[1])
 
 
 @pytest.mark.draw(1)
@@ -177,9 +173,9 @@ def test_an_overflow_of_one_trainer(
     how: dict[str, Any] = {"batches": 8, "scaler": "sharded", "overflow": [1, 2], "deterministic": True}
     found = trainers.run([], 2, tmp_path, **how, device="cpu", staleness=staleness, shards=shards)
     assert [(each["scale"], each["lost"]) for each in found] == [(512.0, {"batches/overflow": 1})] * 2
-    assert same(found[0], found[1])
+    assert end_alike(found[0], found[1])
     if staleness == 0:
-        assert same(trainers.run([], 2, tmp_path, **how)[0], found[0])
+        assert end_alike(trainers.run([], 2, tmp_path, **how)[0], found[0])
 
 
 @pytest.mark.draw(1)
@@ -204,7 +200,7 @@ def test_a_deterministic_run_with_staleness_repeats_and_equals_no_other_stalenes
         trainers.run([], 3, tmp_path, **how, staleness=staleness, overlap=overlap)[0]
         for staleness, overlap in ((2, True), (2, False), (1, True))
     ]
-    assert same(found[0], found[1]) and not same(found[0], found[2])
+    assert end_alike(found[0], found[1]) and not end_alike(found[0], found[2])
 
 
 @pytest.mark.draw(1)
@@ -217,7 +213,7 @@ def test_a_deterministic_run_with_staleness_is_the_same_for_every_shard(
     by_rows = trainers.run([], world_size, tmp_path, **how, overlap=True)
     for overlap in (True, False):
         found = trainers.run([], world_size, tmp_path, **how, shards=shards, overlap=overlap, device_memory=memory)
-        assert all(same(each, by_rows[0]) and each["updated"] == by_rows[0]["updated"] for each in found)
+        assert all(end_alike(each, by_rows[0]) and each["updated"] == by_rows[0]["updated"] for each in found)
 
 
 @pytest.mark.draw(1)
@@ -230,7 +226,7 @@ def test_trainers_evaluate_different_numbers_of_batches(
     how: dict[str, Any] = {"device": "cpu", "shards": shards, "overlap": overlap}
     found = trainers.run([], 3, tmp_path, **how, unequal=True)
     plain = trainers.run([], 3, tmp_path, **how, unequal=False)
-    assert all(same(each, plain[0]) for each in found)
+    assert all(end_alike(each, plain[0]) for each in found)
     lengths = [[len(of_step) for of_step in each["shown"]] for each in found]
     assert lengths == [[(2 * rank + step) % 5 for step in range(1, 5)] for rank in range(3)]
     if not overlap:  # a lookup ahead inserts rows, which evaluations then show
@@ -249,7 +245,7 @@ def test_a_run_that_leaves_its_stream_early_starts_another_one(trainers: Trainer
 def test_an_earlier_stream_does_nothing_to_the_next(trainers: Trainers, tmp_path: Path, earlier: str) -> None:
     in_memory = trainers.run([], 2, tmp_path, slowly=earlier)
     found = trainers.run([], 2, tmp_path, slowly=earlier, device="cpu")
-    assert all(same(*each) for each in zip(found, in_memory, strict=True))
+    assert all(end_alike(*each) for each in zip(found, in_memory, strict=True))
 
 
 @pytest.mark.parametrize("num_users", [None, 41])
@@ -272,8 +268,8 @@ def test_a_checkpoint_resumes_on_other_numbers_of_trainers_in_memory_and_on_serv
             each = trainers.run([], world_size, tmp_path, **how, device=device if where == "devices" else None)
         assert all(one["resumed"] for one in each)
         found[where, world_size] = each[0]
-    assert same(found["devices", 2], whole[0])
-    assert same(found["devices", 3], found["memory", 3]) and same(found["devices", 3], found["servers", 3])
+    assert end_alike(found["devices", 2], whole[0])
+    assert end_alike(found["devices", 3], found["memory", 3]) and end_alike(found["devices", 3], found["servers", 3])
 
 
 @pytest.mark.draw(1)
@@ -290,9 +286,9 @@ def test_a_checkpoint_of_tables_that_all_trainers_have_resumes_elsewhere(
         copy = tmp_path / f"{len(found)}"
         shutil.copytree(tmp_path / "run", copy)
         each = trainers.run([], world_size, tmp_path, **how, **where, checkpoint=str(copy))
-        assert all(one["resumed"] and same(one, each[0]) for one in each)
+        assert all(one["resumed"] and end_alike(one, each[0]) for one in each)
         found[world_size, bool(where)] = each[0]
-    assert same(found[2, True], whole[0]) and same(found[3, True], found[3, False])
+    assert end_alike(found[2, True], whole[0]) and end_alike(found[3, True], found[3, False])
 
 
 @pytest.mark.parametrize("num_users", [None, 41])
@@ -300,7 +296,7 @@ def test_saves_and_evaluations_in_the_loop(trainers: Trainers, tmp_path: Path, n
     """With threads and staleness: a pause comes while other trainers look up ahead."""
     how: dict[str, Any] = {"batches": 24, "patience": 5, "device": "cpu", "num_users": num_users}
     outcomes = trainers.run([], 3, tmp_path, **how, staleness=2, overlap=True, checkpoint=str(tmp_path / "run"))
-    assert all(same(each, outcomes[0]) for each in outcomes)
+    assert all(end_alike(each, outcomes[0]) for each in outcomes)
     again = trainers.run([], 2, tmp_path, **how, checkpoint=str(tmp_path / "run"))
     assert all(each["resumed"] for each in again)
 
@@ -334,7 +330,7 @@ def test_a_trainer_that_leaves_the_step_of_the_others_is_named_by_all(
     if staleness == 0:
         whole = trainers.run([], world_size, tmp_path, **how, differs="ends", all=True)
         assert [each["error"] for each in whole] == [""] * world_size
-        assert all(same(each, whole[0]) for each in found)
+        assert all(end_alike(each, whole[0]) for each in found)
 
 
 def test_columns_need_as_many_as_there_are_trainers(trainers: Trainers, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from bag_oracle import UNIVERSE, draw_bags
 from cluster import step_both
+from contents import outcome
 from device_workers import (
     ArrayWorker,
     SortingWorker,
@@ -20,9 +21,10 @@ from device_workers import (
     every_kind,
     give_gradients_that_are_not_finite,
     take_random_steps,
+    take_steps_of_every_size,
     three_features,
 )
-from loop import NUM_IDS, batches, bits, job, loss_of, train
+from loop import NUM_IDS, batches, job, loss_of, train
 from one_row import OPTIMIZERS
 from satrap import Embeddings, IterableSource, Table
 from satrap.config.features import Features
@@ -31,7 +33,7 @@ from satrap.config.tables import MinCount, Normal, Probability
 from satrap.data.inputs import Inputs
 from satrap.device import device_ids, reference
 from satrap.device.device_ids import DeviceIds, GroupedIds
-from satrap.errors import InputError, TicketError
+from satrap.errors import InputError
 from satrap.worker.local_rows import local_worker
 
 
@@ -72,12 +74,7 @@ def test_bits_and_counters(optimizer: Any, dtype: Any, rng: np.random.Generator)
         initial=Normal(std=0.5),
         num_buckets=4,
     )
-    workers = three(every_kind(table))
-    for step in range(1, 7):
-        num_batches = 1 + step % 2
-        size = int(rng.choice([1, 7, 40] if num_batches == 1 else [7, 40]))  # a batch without ids joins in the core
-        step_both(workers, rng, [draw_bags(rng, workers[0].features, size) for _ in range(num_batches)], step)
-    assert_equal(workers)
+    take_steps_of_every_size(three(every_kind(table)), rng, UNIVERSE)
 
 
 @pytest.mark.usefixtures("stays")
@@ -176,23 +173,6 @@ def test_gradients_that_are_not_finite(how: Any, rng: np.random.Generator) -> No
     give_gradients_that_are_not_finite(three(declared), declared, rng)
 
 
-def test_a_ticket_is_used_once() -> None:
-    item = Table("item", dim=2)
-    worker, other = (SortingWorker(Features({"item": item}), "cpu") for _ in range(2))
-    inputs = Inputs(names=("item",), values=np.array([1, 1], np.uint64), batch_size=2)
-    ticket: Any = worker.lookup(inputs).ticket
-    zeros = np.zeros((2, 2), np.float32)
-    with pytest.raises(TicketError, match="used already"):
-        worker.update([ticket, ticket], [zeros, zeros])
-    with pytest.raises(TicketError, match="another store"):
-        other.update([ticket], [zeros])
-    worker.update([ticket], [zeros])
-    calls: list[Any] = [lambda: worker.update([ticket], [zeros]), lambda: worker.drop(ticket)]
-    for call in calls:
-        with pytest.raises(TicketError, match="used already"):
-            call()
-
-
 WRONG: dict[str, dict[str, Any]] = {
     "ids of another dtype": {"values": np.zeros(4, np.int32)},
     "ids of two dimensions": {"values": np.zeros((2, 2), np.uint64)},
@@ -227,14 +207,6 @@ def test_what_is_refused_has_the_same_message(wrong: str) -> None:
         messages.append(str(error.value).replace(".to(torch.int64)", ".astype(numpy.uint64)"))
         assert len(worker.tables["item"]) == 0
     assert len(set(messages)) == 1
-
-
-def outcome(embeddings: Embeddings, model: torch.nn.Module) -> list[Any]:
-    counts = []
-    for store in embeddings.tables.values():
-        store.check()
-        counts.append({name: count for name, count in store.stats().items() if name != "bytes"})
-    return [bits(embeddings, model), counts, embeddings.step, embeddings.counters().lost]
 
 
 @pytest.mark.usefixtures("stays")

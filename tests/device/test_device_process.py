@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,9 @@ import pytest
 import torch
 
 from bag_oracle import UNIVERSE
+from cluster import batch, one_table
 from device_workers import assert_equal, pair
 from forks import expect_refusal, in_fork
-from rpc_parts import wait_until
 from satrap import Embeddings
 from satrap.config.features import Features
 from satrap.config.optimizers import SGD, Adagrad, Adam
@@ -32,29 +33,21 @@ from satrap.device.device_worker import device_worker
 from satrap.device.row_memory import RowMemory
 from satrap.device.runs import Runs
 from satrap.errors import CapacityError
+from waiting import DEADLINE_SECONDS, wait_until
 
-DEADLINE_SECONDS = 120
-
-
-def one_table(**options: Any) -> Features:
-    given: dict[str, Any] = {"dim": 3, "optimizer": Adagrad(0.1), "initial": Normal(std=0.5)}
-    return Features({"one": Table("t", **given | options)})
-
-
-def batch(ids: Any) -> Inputs:
-    return Inputs(names=("one",), values=np.asarray(ids, np.uint64), batch_size=len(ids))
+three_wide = partial(one_table, dim=3, initial=Normal(std=0.5))
 
 
 @pytest.mark.parametrize("device_memory", [None, 60 * 12], ids=["one tier", "two tiers"])
 def test_threads_lose_no_update(device_memory: int | None, tmp_path: Path) -> None:
     """Rows become minus the sum of their gradients, whatever the order; others read, save and check meanwhile. In two
     tiers, rows go home between their lookup and their update."""
-    features = one_table(optimizer=SGD(1.0), initial=Zeros(), num_buckets=4)
+    features = three_wide(optimizer=SGD(1.0), initial=Zeros(), num_buckets=4)
     worker: Any = device_worker(features, "cpu", num_threads=2, device_memory=device_memory)
     store, universe, steps, callers = worker.tables["t"], 200, 60, 3
     done = np.zeros(universe)
 
-    def train(seed: int) -> np.ndarray[Any, Any]:
+    def train_and_count(seed: int) -> np.ndarray[Any, Any]:
         rng, counts = np.random.default_rng(seed), np.zeros(universe)
         for _ in range(steps):
             ids = rng.integers(0, universe, 50)
@@ -78,7 +71,7 @@ def test_threads_lose_no_update(device_memory: int | None, tmp_path: Path) -> No
 
     with ThreadPoolExecutor(callers + 2) as threads:
         watched = [threads.submit(watch, i) for i in range(2)]
-        for each in [threads.submit(train, i) for i in range(callers)]:
+        for each in [threads.submit(train_and_count, i) for i in range(callers)]:
             done += each.result(DEADLINE_SECONDS)
         for watching in watched:
             watching.result(DEADLINE_SECONDS)
@@ -88,7 +81,7 @@ def test_threads_lose_no_update(device_memory: int | None, tmp_path: Path) -> No
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_fork_is_refused_whatever_is_held(tmp_path: Path) -> None:
-    worker: Any = device_worker(one_table(), "cpu", num_threads=2)
+    worker: Any = device_worker(three_wide(), "cpu", num_threads=2)
     looked = worker.lookup(batch(UNIVERSE))
     ticket: Any = looked.ticket
     store, home, zeros = worker.tables["t"], os.getpid(), torch.zeros(len(UNIVERSE), 3)
@@ -118,8 +111,8 @@ def test_a_fork_is_refused_whatever_is_held(tmp_path: Path) -> None:
 
 def test_they_can_be_neither_copied_nor_pickled() -> None:
     for each in (
-        device_worker(one_table(), "cpu", num_threads=1),
-        Embeddings({"one": Table("t", dim=3)}, num_threads=1, device="cpu"),
+        device_worker(three_wide(), "cpu", num_threads=1),
+        Embeddings(dict(one_table(dim=3)), num_threads=1, device="cpu"),
     ):
         for attempt in (copy.deepcopy, pickle.dumps):
             with pytest.raises(TypeError, match=r"neither copied nor pickled|cannot pickle"):
@@ -129,12 +122,12 @@ def test_they_can_be_neither_copied_nor_pickled() -> None:
 def test_rows_are_freed_without_the_collector() -> None:
     gc.disable()
     try:
-        worker: Any = device_worker(one_table(), "cpu", num_threads=1)
+        worker: Any = device_worker(three_wide(), "cpu", num_threads=1)
         looked = worker.lookup(batch(UNIVERSE))
         engine = weakref.ref(worker.rows._engine)
         del worker, looked
         assert engine() is None
-        embeddings = Embeddings({"one": Table("t", dim=3)}, num_threads=1, device="cpu")
+        embeddings = Embeddings(dict(one_table(dim=3)), num_threads=1, device="cpu")
         engine = weakref.ref(embeddings.worker.rows._engine)  # type: ignore[attr-defined]
         embeddings.worker.lookup(batch(UNIVERSE))
         next(embeddings.stream([batch(UNIVERSE)], train=False))
@@ -145,7 +138,7 @@ def test_rows_are_freed_without_the_collector() -> None:
 
 
 def test_a_restore_frees_the_rows_before(tmp_path: Path) -> None:
-    worker: Any = device_worker(one_table(), "cpu", num_threads=1)
+    worker: Any = device_worker(three_wide(), "cpu", num_threads=1)
     worker.lookup(batch(UNIVERSE))
     worker.tables["t"].save(tmp_path)
     before = weakref.ref(worker.rows._engine)
@@ -159,7 +152,7 @@ def test_rows_whose_values_could_not_be_written_get_them_later(
     error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A lookup inserts rows and fails before their initial values are on the device: no reader sees what was there."""
-    workers = pair(one_table())
+    workers = pair(three_wide())
     initialise = RowMemory.initialise
 
     def fail(*_: object) -> None:
@@ -182,12 +175,12 @@ def test_rows_whose_values_could_not_be_written_get_them_later(
         for worker in workers:
             call(worker)
         assert_equal(workers)
-        workers = pair(one_table())
+        workers = pair(three_wide())
 
 
 def test_memory_for_the_rows_that_are_needed_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory grows by half, and by what a batch needs where that does not fit."""
-    worker: Any = device_worker(one_table(), "cpu", num_threads=1)
+    worker: Any = device_worker(three_wide(), "cpu", num_threads=1)
     worker.lookup(batch(np.arange(100)))
     empty = RowMemory._empty
 
@@ -218,14 +211,14 @@ def test_the_memory_of_bounded_tables_is_allocated_at_once(monkeypatch: pytest.M
         inputs[1].values[:] += np.uint64(40)
     worker.tables["a"].check()
     assert memory.values.data_ptr() == address and len(memory.values) == 200
-    grows: Any = device_worker(one_table(capacity=100, on_full="grow"), "cpu", num_threads=1)
+    grows: Any = device_worker(three_wide(capacity=100, on_full="grow"), "cpu", num_threads=1)
     grows.lookup(batch([1]))
     assert len(grows.rows._engine.memories[0].values) == 1
 
     def fail(*_: object) -> None:
         raise torch.OutOfMemoryError("full")
 
-    full: Any = device_worker(one_table(capacity=500), "cpu", num_threads=1)
+    full: Any = device_worker(three_wide(capacity=500), "cpu", num_threads=1)
     monkeypatch.setattr(RowMemory, "_empty", fail)
     expected = "tables 't': cpu has no memory for 500 rows, all that their capacity permits: expected 12,000 bytes"
     with pytest.raises(CapacityError, match=expected):

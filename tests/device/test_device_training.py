@@ -17,20 +17,12 @@ from torch import Tensor
 import satrap
 from checkpoint_job import Job, Source, names, same
 from cluster import running_servers
-from loop import DIM, NUM_IDS, Net, batches, bits, job, loss_of, train
+from contents import bits, contents, outcome
+from loop import DIM, NUM_IDS, Net, batches, job, loss_of, train, train_step
 from satrap import SGD, Adagrad, Deployment, Embeddings, Inputs, RowWiseAdagrad, Table
 from satrap.errors import ConfigError, NonFiniteError, StreamError
 
 EVERY = np.arange(NUM_IDS, dtype=np.uint64)
-
-
-def outcome(embeddings: Embeddings, model: torch.nn.Module) -> list[Any]:
-    counts = []
-    for store in embeddings.tables.values():
-        store.check()
-        counts.append({name: count for name, count in store.stats().items() if name != "bytes"})
-    totals = embeddings.counters()
-    return [bits(embeddings, model), counts, embeddings.step, totals.rows, totals.staleness, totals.lost]
 
 
 def scaled(embeddings: Embeddings, model: Net, optimizer: Any, device: str) -> None:
@@ -70,14 +62,10 @@ def ahead(embeddings: Embeddings, model: Net, optimizer: Any, device: str) -> No
     """A loop that reads ahead, and leaves batches without a step."""
     stream = embeddings.stream(batches(6), device=device)
     for batch in [next(stream), next(stream)]:
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        optimizer.step()
+        train_step(model, optimizer, batch)
     next(stream)
     for batch in stream:
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        optimizer.step()
+        train_step(model, optimizer, batch)
     stream.close()
 
 
@@ -177,8 +165,7 @@ def test_evaluation_and_reading(device: str) -> None:
         measured = satrap.evaluate(model, embeddings.stream(batches(4, seed=1), device=device))
         embeddings.train()
         train(embeddings, model, optimizer, batches(2), device=device)  # and its rows may still be updated
-        reads = [part.tobytes() for part in embeddings.tables["item"].read(EVERY)]
-        found.append([rows.tolist(), measured.log_loss(), measured.auc(), reads, *outcome(embeddings, model)])
+        found.append([rows.tolist(), measured.log_loss(), measured.auc(), *outcome(embeddings, model)])
         if place is not None:
             assert embeddings.tables["item"].stats()["bytes"] > NUM_IDS * DIM * 4
     assert found[0] == found[1]
@@ -238,17 +225,13 @@ def test_checkpoints_of_a_loop_that_finds_rows_ahead(device: str, tmp_path: Path
         assert resume is None or checkpoint.resume(resume)
         with embeddings.stream(source, overlap=True, device=device) as stream:
             for batch in stream:
-                optimizer.zero_grad()
-                loss_of(model, batch).backward()
-                optimizer.step()
+                train_step(model, optimizer, batch)
                 if resume is None:
                     checkpoint.save()
-        every = np.arange(200, dtype=np.uint64)
-        found = [part.tobytes() for store in embeddings.tables.values() for part in store.read(every)]
         for store in embeddings.tables.values():
             store.check()
-        embeddings.close()
-        return found + [parameter.detach().cpu().numpy().tobytes() for parameter in model.parameters()]
+        with embeddings:
+            return bits(embeddings, model, np.arange(200, dtype=np.uint64))
 
     expected = run(None, tmp_path / "memory")
     assert run(device, tmp_path / "device") == expected
@@ -314,6 +297,6 @@ def test_a_loss_that_is_not_finite(tables: dict[str, Any], column: int, bad: flo
             except NonFiniteError as error:
                 errors.append(str(error))
         assert len(errors) == (column == 0)
-        found.append([errors, [[part.tobytes() for part in store.read(EVERY)] for store in embeddings.tables.values()],
-                      [store.stats()["skipped"] for store in embeddings.tables.values()]])  # fmt: skip
+        skipped = [store.stats()["skipped"] for store in embeddings.tables.values()]
+        found.append([errors, contents(embeddings, EVERY), skipped])
     assert found[0] == found[1]

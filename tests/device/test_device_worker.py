@@ -14,7 +14,8 @@ import torch
 
 from bag_oracle import UNIVERSE, draw_bags, follow
 from cluster import features, step_both
-from device_workers import ArrayWorker, assert_equal, contents, pair
+from contents import worker_contents
+from device_workers import ArrayWorker, SortingWorker, assert_equal, pair
 from one_row import OPTIMIZERS
 from satrap.config.features import Features
 from satrap.config.optimizers import Adagrad, Adam
@@ -25,8 +26,7 @@ from satrap.device.home_memory import RowLayout
 from satrap.device.row_memory import RowMemory
 from satrap.errors import CapacityError, InputError, NonFiniteError, SatrapError, TicketError
 from satrap.table.store import Store
-from snapshots import assert_same
-from snapshots import contents as stored
+from snapshots import assert_same, exported
 
 CPU = torch.device("cpu")
 
@@ -163,14 +163,14 @@ def test_gradients_of_another_number_of_rows_are_refused(device: str) -> None:
         worker.lookup(Inputs(names=("a", "b"), values=values, offsets=bounds, batch_size=2), step=1)
     offsets = np.array([0, 2, 3, 5, 6])
     looked = worker.lookup(Inputs(names=("a", "b"), values=ids, offsets=offsets, batch_size=2), step=1)
-    before = contents(worker)
+    before = worker_contents(worker, UNIVERSE)
     rows = looked.sequences["a"]
     assert rows.shape == (3, 2) and looked.offsets["a"].tolist() == [0, 2, 3]
     with pytest.raises(InputError, match="a sequence's gradients are 4 floats; expected 6"):
         worker.update([looked.ticket], [None], [{"a": torch.ones_like(rows)[:2]}], step=1)
-    assert contents(worker) == before
+    assert worker_contents(worker, UNIVERSE) == before
     worker.update([looked.ticket], [None], [{"a": torch.ones_like(rows)}], step=1)
-    assert contents(worker) != before
+    assert worker_contents(worker, UNIVERSE) != before
 
 
 def test_what_is_refused_changes_nothing(rng: np.random.Generator) -> None:
@@ -179,7 +179,7 @@ def test_what_is_refused_changes_nothing(rng: np.random.Generator) -> None:
     looked = worker.lookup(inputs, step=1)
     ticket: Any = looked.ticket
     block = torch.ones_like(looked.block)
-    before = contents(worker)
+    before = worker_contents(worker, UNIVERSE)
     refused: list[tuple[Any, type[SatrapError], str]] = [
         (lambda: worker.update([ticket], [block.numpy()]), InputError, "is a ndarray; expected a tensor on cpu"),
         (
@@ -195,7 +195,7 @@ def test_what_is_refused_changes_nothing(rng: np.random.Generator) -> None:
     for call, error, match in refused:
         with pytest.raises(error, match=match):
             call()
-    assert contents(worker) == before
+    assert worker_contents(worker, UNIVERSE) == before
     worker.update([ticket], [block])
     with pytest.raises(TicketError, match="used already"):
         worker.update([ticket], [block])
@@ -227,18 +227,18 @@ def test_snapshots_are_those_of_the_core(dtype: Any, device: str, rng: np.random
             versions = [store.save(tmp_path / f"full{i}") for i, store in enumerate(stores)]
     for i, store in enumerate(stores):
         store.save_changes(tmp_path / f"changes{i}", since=versions[i])
-    expected = stored(stores[0])
+    expected = exported(stores[0])
     for i in (0, 1):
         loaded = Store.load(tmp_path / f"full{i}", num_threads=1)
         loaded.apply_changes(tmp_path / f"changes{i}")
-        assert_same(stored(loaded), expected)
+        assert_same(exported(loaded), expected)
         again = ArrayWorker(declared, device, seed=3, num_threads=1)
         again.tables.restore({"item": [tmp_path / f"full{i}", tmp_path / f"changes{i}"]})
-        assert_same(stored(again.tables["item"]), expected)
+        assert_same(exported(again.tables["item"]), expected)
         again.tables["item"].check()
         again.tables.restore({"item": [tmp_path / f"full{i}"]})  # once more, over used tables
         again.tables["item"].apply_changes(tmp_path / f"changes{i}")
-        assert_same(stored(again.tables["item"]), expected)
+        assert_same(exported(again.tables["item"]), expected)
 
 
 def test_memory_grows_with_the_rows_and_frames_are_used_again(device: str) -> None:
@@ -280,7 +280,7 @@ def test_a_device_without_memory_is_an_error_that_changes_nothing(device: str, m
     worker = device_worker(Features({"item": item}), device, num_threads=1)
     first = Inputs(names=("item",), values=UNIVERSE, batch_size=len(UNIVERSE))
     worker.lookup(first, step=1)
-    before = contents(worker)
+    before = worker_contents(worker, UNIVERSE)
 
     def full(*_: object, **__: object) -> Any:
         raise torch.OutOfMemoryError("out of memory")
@@ -292,7 +292,7 @@ def test_a_device_without_memory_is_an_error_that_changes_nothing(device: str, m
         expected = rf"tables 'item': {device}.* has no memory for 1\d\d rows: expected [\d,]+ bytes"
         with pytest.raises(CapacityError, match=expected + (".* bytes free" if device == "cuda" else "")):
             worker.lookup(many, step=2)
-    assert contents(worker) == before
+    assert worker_contents(worker, UNIVERSE) == before
     worker.lookup(many, step=2)
     assert len(worker.tables["item"]) == len(UNIVERSE) + 100
 
@@ -305,13 +305,13 @@ def test_a_write_that_does_not_fit_changes_nothing(memory: Any, device: str) -> 
     worker: Any = device_worker(Features({"item": item}), device, num_threads=1, device_memory=memories)
     store, ids = worker.tables["item"], np.arange(9, dtype=np.uint64)
     store.write(ids[:2], np.full((2, 4), 5, np.float32))
-    before = contents(worker, ids)
+    before = worker_contents(worker, ids)
     with pytest.raises(CapacityError, match=r"bucket 0 of 1 would have 9 rows .* at least 9 with num_buckets=1"):
         store.write(ids[1:], np.full((8, 4), 7, np.float32))
-    assert contents(worker, ids) == before
+    assert worker_contents(worker, ids) == before
     store.write(ids[1:4], np.full((3, 4), 7, np.float32))
     assert (store.read(ids[:4]).values[:, 0] == [5, 7, 7, 7]).all()
-    assert contents(worker, ids) != before
+    assert worker_contents(worker, ids) != before
 
 
 def test_offsets_that_are_refused_take_no_memory(device: str) -> None:
@@ -327,3 +327,21 @@ def test_offsets_that_are_refused_take_no_memory(device: str) -> None:
     with pytest.raises(InputError, match="offsets fall from 1000000000000 to 2 at sample 0 of feature 'b'"):
         worker.lookup(inputs, step=1)
     assert len(worker.rows._engine.memory(0).values) <= 3
+
+
+@pytest.mark.parametrize("num_rows", [None, 60])
+@pytest.mark.parametrize("kind", [ArrayWorker, SortingWorker])
+def test_a_ticket_is_used_once(kind: type[ArrayWorker], num_rows: int | None) -> None:
+    item = Table("item", dim=2, num_rows=num_rows)
+    worker, other = (kind(Features({"item": item}), "cpu") for _ in range(2))
+    ticket: Any = worker.lookup(Inputs(names=("item",), values=np.array([1, 1], np.uint64), batch_size=2)).ticket
+    zeros = np.zeros((2, 2), np.float32)
+    with pytest.raises(TicketError, match="used already"):
+        worker.update([ticket, ticket], [zeros, zeros])
+    with pytest.raises(TicketError, match="another store"):
+        other.update([ticket], [zeros])
+    worker.update([ticket], [zeros])
+    calls: list[Any] = [lambda: worker.update([ticket], [zeros]), lambda: worker.drop(ticket)]
+    for call in calls:
+        with pytest.raises(TicketError, match="used already"):
+            call()

@@ -12,18 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from bag_oracle import draw_bags
-from cluster import step_both
+from contents import contents, row_bytes, worker_contents
 from device_workers import (
     ArrayWorker,
     as_tensors,
-    contents,
+    assert_equal,
     every_kind,
     give_gradients_that_are_not_finite,
     pair,
     take_random_steps,
+    take_steps_of_every_size,
     three_features,
 )
 from one_row import OPTIMIZERS
@@ -35,7 +34,8 @@ from satrap.data.inputs import Inputs
 from satrap.device import device_blocks, home_memory
 from satrap.device.direct_ids import DirectIds
 from satrap.device.direct_rows import DirectRows
-from satrap.errors import InputError, NonFiniteError, TicketError
+from satrap.errors import InputError, NonFiniteError
+from torch_calls import READS, CountedCalls, IdleKernels
 
 NUM_ROWS = 60
 IDS = np.arange(NUM_ROWS, dtype=np.uint64)
@@ -95,16 +95,7 @@ def test_bits_and_counters(optimizer: Any, dtype: Any, device: str, rng: np.rand
         num_buckets=4,
         absent="zeros" if dtype == "float16" else "initial",
     )
-    workers = every_worker(every_kind(table), device)
-    for step in range(1, 7):
-        num_batches = 1 + step % 2
-        size = int(rng.choice([1, 7, 40] if num_batches == 1 else [7, 40]))
-        bags = [draw_bags(rng, workers[0].features, size) for _ in range(num_batches)]
-        seen = [worker.lookup(bags[0].inputs(), train=False).block.tobytes() for worker in workers]
-        assert len(set(seen)) == 1
-        step_both(workers, rng, bags, step)
-    found = [contents(worker, IDS[:45]) for worker in workers]
-    assert all(each == found[0] for each in found)
+    take_steps_of_every_size(every_worker(every_kind(table), device), rng, IDS[:45])
 
 
 def test_one_id_in_each_bag_without_offsets(device: str, rng: np.random.Generator) -> None:
@@ -120,8 +111,7 @@ def test_one_id_in_each_bag_without_offsets(device: str, rng: np.random.Generato
         for worker, each in zip(workers, looked, strict=True):
             np.testing.assert_array_equal(each.block, looked[0].block)
             worker.update([each.ticket], [block], step=step, lrs={"b": 0.3})
-    found = [contents(worker, IDS[:7]) for worker in workers]
-    assert all(each == found[0] for each in found)
+    assert_equal(workers, IDS[:7])
 
 
 @pytest.mark.parametrize("frozen", [False, range(2, 20), [2, 3, 7, 19, 40]])
@@ -239,21 +229,7 @@ def test_ids_of_32_bits_and_empty_batches(device: str, rng: np.random.Generator)
         for worker, dtype in zip(workers, (np.uint64, np.int32), strict=True):
             ticket = worker.lookup(replace(inputs, values=values.astype(dtype)), step=step).ticket
             worker.update([ticket], [block], paths, step=step)
-    assert contents(workers[0], IDS) == contents(workers[1], IDS)
-
-
-def test_a_ticket_is_used_once() -> None:
-    item = Table("item", dim=2, num_rows=NUM_ROWS)
-    worker, other = (ArrayWorker(Features({"item": item}), "cpu") for _ in range(2))
-    ticket: Any = worker.lookup(Inputs(names=("item",), values=np.array([1, 1], np.uint64), batch_size=2)).ticket
-    zeros = np.zeros((2, 2), np.float32)
-    with pytest.raises(TicketError, match="another store"):
-        other.update([ticket], [zeros])
-    worker.update([ticket], [zeros])
-    calls: list[Any] = [lambda: worker.update([ticket], [zeros]), lambda: worker.drop(ticket)]
-    for call in calls:
-        with pytest.raises(TicketError, match="used already"):
-            call()
+    assert worker_contents(workers[0], IDS) == worker_contents(workers[1], IDS)
 
 
 def test_the_memory_of_a_batch_may_be_used_again(device: str, rng: np.random.Generator) -> None:
@@ -267,7 +243,7 @@ def test_the_memory_of_a_batch_may_be_used_again(device: str, rng: np.random.Gen
         block = rng.normal(size=(20, 3)).astype(np.float32)
         for worker, each in zip(workers, looked, strict=True):
             worker.update([each.ticket], [block], step=step)
-    assert contents(workers[0], IDS) == contents(workers[1], IDS)
+    assert worker_contents(workers[0], IDS) == worker_contents(workers[1], IDS)
 
 
 @pytest.mark.parametrize("others", [(0, 1), (1, 0), (1, 1)], ids=["to the device", "to the core", "on the device"])
@@ -281,7 +257,7 @@ def test_files_are_those_of_the_core(
     source, target = first[others[0]], second[others[1]]
     folders: dict[str, list[Path]] = {name: [] for name in source.tables}
 
-    def train(workers: list[Any], steps: range) -> None:
+    def train_all(workers: list[Any], steps: range) -> None:
         for step in steps:
             values = rng.integers(0, 20 + step, 2 * 9).astype(np.uint64)
             block = rng.normal(size=(9, 6)).astype(np.float32)
@@ -289,7 +265,7 @@ def test_files_are_those_of_the_core(
                 looked = worker.lookup(Inputs(names=declared.names, values=values, batch_size=9), step=step)
                 worker.update([looked.ticket], [block], step=step)
 
-    train(first, range(1, 6))
+    train_all(first, range(1, 6))
     versions = {}
     for name in source.tables:
         saved = [worker.tables[name].save(tmp_path / f"{name}-full-{at}") for at, worker in enumerate(first)]
@@ -299,19 +275,17 @@ def test_files_are_those_of_the_core(
         assert [part.tobytes() for part in (first[0].tables[name].ids(), first[0].tables[name].bucket_ids(1))] == [
             part.tobytes() for part in (first[1].tables[name].ids(), first[1].tables[name].bucket_ids(1))
         ]
-    train(first, range(6, 8))
+    train_all(first, range(6, 8))
     for name, version in versions.items():
         source.tables[name].save_changes(tmp_path / f"{name}-changes", since=version)
         folders[name].append(tmp_path / f"{name}-changes")
     target.tables.restore(folders)
-    train([*first, target], range(8, 11))
+    train_all([*first, target], range(8, 11))
     for name, store in target.tables.items():
         store.check()
         ids = IDS[: 45 if name == "user" else NUM_ROWS]
-        assert [part.tobytes() for part in store.read(ids)] == [
-            part.tobytes() for part in first[0].tables[name].read(ids)
-        ]
-    assert contents(first[0], IDS[:45]) == contents(first[1], IDS[:45])
+        assert row_bytes(store, ids) == row_bytes(first[0].tables[name], ids)
+    assert worker_contents(first[0], IDS[:45]) == worker_contents(first[1], IDS[:45])
 
 
 def train_part(how: dict[str, Any], folder: Path, data: list[Any], saves_at: tuple[int, ...]) -> tuple[Any, bytes]:
@@ -336,8 +310,7 @@ def train_part(how: dict[str, Any], folder: Path, data: list[Any], saves_at: tup
             if number in saves_at:
                 run.save()
     assert isinstance(embeddings.worker.rows, DirectRows) == bool(how)
-    rows = [[part.tobytes() for part in store.read(IDS)] for store in embeddings.tables.values()]
-    return rows, model.weight.detach().numpy().tobytes()
+    return contents(embeddings, IDS), model.weight.detach().numpy().tobytes()
 
 
 def test_a_job_of_such_tables_ends_with_the_same_bits(rng: np.random.Generator, tmp_path: Path) -> None:
@@ -359,7 +332,7 @@ def test_a_step_waits_for_the_largest_gradient_alone(rng: np.random.Generator, m
     declared = Features({"item": item, "bag": item.bag("mean", padding_id=3)})
     worker = pair(declared)[1].worker
     waits: list[str] = []
-    for name in ("item", "tolist", "cpu", "__bool__", "__int__", "__float__", "nonzero", "unique"):
+    for name in READS:
         original = getattr(torch.Tensor, name)
 
         def note(self: Any, *args: Any, _original: Any = original, _name: str = name, **options: Any) -> Any:
@@ -367,7 +340,7 @@ def test_a_step_waits_for_the_largest_gradient_alone(rng: np.random.Generator, m
             return _original(self, *args, **options)
 
         monkeypatch.setattr(torch.Tensor, name, note)
-    monkeypatch.setattr(worker.rows, "_kernels", Stubs)
+    monkeypatch.setattr(worker.rows, "_kernels", IdleKernels)
     for step in range(1, 4):
         lengths = rng.integers(0, 3, 2 * 30)
         values = rng.integers(0, NUM_ROWS, int(lengths.sum())).astype(np.uint64)
@@ -377,18 +350,6 @@ def test_a_step_waits_for_the_largest_gradient_alone(rng: np.random.Generator, m
         assert not waits
         worker.update([looked.ticket], [torch.ones(30, 8)], step=step)
         assert sorted(waits) == ["__bool__", "__float__", "__float__"], "the verdict, its weight, and the magnitude"
-
-
-class Stubs:
-    """Kernels that do nothing, instead of the reference's, which wait."""
-
-    @staticmethod
-    def pool(*args: Any) -> None:
-        """Pool nothing."""
-
-    @staticmethod
-    def update(*args: Any) -> None:
-        """Update nothing."""
 
 
 def test_a_table_without_num_rows_has_a_directory() -> None:
@@ -419,17 +380,7 @@ def test_steps_of_32_bits(device: str, rng: np.random.Generator) -> None:
     exported = [worker.tables["item"]._slot.rows.export_rows(0, 0, 4, 0) for worker in workers]
     for name in ("id", "step", "values", "state"):
         assert exported[0][name].tobytes() == exported[1][name].tobytes()
-    assert contents(workers[0], IDS) == contents(workers[1], IDS)
-
-
-class _Calls(TorchDispatchMode):
-    """Counts the operations of torch, as many as a device would be given."""
-
-    count = 0
-
-    def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        return call(*args, **(kwargs or {}))
+    assert worker_contents(workers[0], IDS) == worker_contents(workers[1], IDS)
 
 
 @pytest.mark.parametrize("is_flat", [True, False])
@@ -438,13 +389,13 @@ def test_the_host_does_the_same_for_any_number_of_ids(is_flat: bool, monkeypatch
     tables = [Table(f"t{number}", dim=4, optimizer=SGD(lr=0.1), num_rows=NUM_ROWS) for number in range(26)]
     declared = Features({table.name: table if is_flat else table.bag("sum") for table in tables})
     worker = pair(declared)[1].worker
-    monkeypatch.setattr(worker.rows, "_kernels", Stubs)
+    monkeypatch.setattr(worker.rows, "_kernels", IdleKernels)
     counts = []
     for step, size in enumerate((3, 3, 700, 700), 1):
         values = (np.arange(26 * size) % NUM_ROWS).astype(np.uint64)
         offsets = None if is_flat else np.arange(26 * size + 1)
         inputs = Inputs(names=declared.names, values=values, offsets=offsets, batch_size=size)
-        calls: Any = _Calls()  # type: ignore[no-untyped-call]
+        calls: Any = CountedCalls()  # type: ignore[no-untyped-call]
         with calls:
             looked = worker.lookup(inputs, step=step)
             worker.update([looked.ticket], [torch.ones(size, 26 * 4)], step=step)
@@ -457,4 +408,4 @@ def test_rows_that_are_written_before_the_first_step(device: str) -> None:
     workers = pair(Features({"item": item}), device=device)
     for worker in workers:
         worker.tables["item"].write(IDS[:5], np.ones((5, 3), np.float32))
-    assert contents(workers[0], IDS) == contents(workers[1], IDS)
+    assert worker_contents(workers[0], IDS) == worker_contents(workers[1], IDS)

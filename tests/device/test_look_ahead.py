@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,20 @@ import torch
 
 from bag_oracle import draw_bags
 from cluster import step_both
-from device_workers import ArrayWorker, assert_equal, every_kind, give_gradients_that_are_not_finite, three_features
-from loop import Net, loss_of, tables
+from contents import bits, counted_bits
+from device_workers import (
+    ArrayWorker,
+    FoundAhead,
+    assert_equal,
+    every_kind,
+    give_gradients_that_are_not_finite,
+    three_features,
+    train_in_parts,
+    user_and_item,
+)
+from loop import Net, job, loss_of, tables, train_dropping
 from loop import batches as draw_batches
-from satrap import Adagrad, Checkpoint, Embeddings, MinCount, Table
+from satrap import Adagrad, Embeddings, MinCount, Table
 from satrap.config.features import Features
 from satrap.config.tables import Normal
 from satrap.data.inputs import Inputs
@@ -28,41 +37,8 @@ from satrap.worker.worker import LookupResult
 NUM_IDS = 40
 
 
-def features(**options: Any) -> dict[str, Any]:
-    item = Table("item", dim=4, optimizer=Adagrad(lr=0.1), num_buckets=2, **options)
-    return {"user": Table("user", dim=4, optimizer=Adagrad(lr=0.1)), "item": item, "history": item.bag("mean")}
-
-
 def batches(rng: np.random.Generator, num: int) -> list[Inputs]:
     return draw_batches(num, seed=int(rng.integers(1000)))
-
-
-def train(
-    data: list[Inputs], declared: dict[str, Any], *, overlap: bool, device: str | None, accumulate: int = 1, **how: Any
-) -> tuple[Embeddings, torch.nn.Module]:
-    torch.manual_seed(0)
-    embeddings = Embeddings(declared, device=device, num_threads=1, seed=3, **how)
-    model = Net()
-    optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.05))
-    with embeddings.stream(data, overlap=overlap, accumulate=accumulate) as stream:
-        for number, batch in enumerate(stream, 1):
-            loss_of(model, batch).backward()
-            if number % 7 == 0:
-                optimizer.zero_grad()
-            elif batch.completes_step:
-                optimizer.step()
-                optimizer.zero_grad()
-    return embeddings, model
-
-
-def contents(embeddings: Embeddings, model: torch.nn.Module) -> Any:
-    ids = np.arange(NUM_IDS, dtype=np.uint64)
-    found = []
-    for table in embeddings.tables.values():
-        table.check()
-        counts = {name: count for name, count in table.stats().items() if name != "bytes"}
-        found.append((counts, [part.tobytes() for part in table.read(ids)]))
-    return found, [parameter.tolist() for parameter in model.parameters()]
 
 
 @pytest.mark.parametrize("options", [{}, {"capacity": 34}, {"capacity": 46}], ids=["grows", "tight", "evicts"])
@@ -73,71 +49,44 @@ def test_it_equals_rows_in_memory(
     """A tight capacity has no room for the batch ahead, which is then found at its lookup."""
     data = batches(rng, 25)
     how: dict[str, Any] = {"staleness": staleness, "accumulate": accumulate, "deterministic": staleness > 0}
-    expected = train(data, features(**options), overlap=False, device=None, **how)
-    found = train(data, features(**options), overlap=True, device="cpu", **how)
-    assert contents(*found) == contents(*expected)
+    expected = train_dropping(data, user_and_item(**options), **how)
+    found = train_dropping(data, user_and_item(**options), overlap=True, device="cpu", **how)
+    assert counted_bits(*found) == counted_bits(*expected)
 
 
 def test_the_next_batch_is_found_while_a_step_is_in_progress(rng: np.random.Generator) -> None:
-    embeddings = Embeddings(features(), device="cpu", num_threads=1)
-    model = Net()
-    optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.05))
-    resolved, changed = [], threading.Condition()
-    resolve = embeddings.worker.resolve
-
-    def note(inputs: Inputs, **at: int) -> Any:
-        request = resolve(inputs, **at)
-        with changed:
-            resolved.append(at["step"])
-            changed.notify()
-        return request
-
-    embeddings.worker.resolve = note  # type: ignore[method-assign]
+    embeddings, model, optimizer = job(features=user_and_item(), device="cpu")
+    ahead = FoundAhead(embeddings.worker)
     with embeddings.stream(batches(rng, 4), overlap=True) as stream:
         for batch in stream:
-            with changed:
-                assert changed.wait_for(partial(lambda step: step in resolved, min(4, batch.step + 1)), 30)
+            ahead.wait_for(min(4, batch.step + 1))
             loss_of(model, batch).backward()
             optimizer.step()
-    assert resolved == [1, 2, 3, 4]
+    assert ahead.steps == [1, 2, 3, 4]
 
 
 def test_tables_whose_rows_depend_on_the_order_are_not_resolved_ahead(rng: np.random.Generator) -> None:
     data = batches(rng, 12)
     for options in ({"admission": MinCount(2)}, {"expire_after": 3}):
-        found = train(data, features(**options), overlap=True, device="cpu")
+        found = train_dropping(data, user_and_item(**options), overlap=True, device="cpu")
         assert found[0].worker.resolve(data[0], step=100, oldest_open=100) is None
-        assert contents(*found) == contents(*train(data, features(**options), overlap=False, device=None))
+        assert counted_bits(*found) == counted_bits(*train_dropping(data, user_and_item(**options)))
 
 
 def test_a_checkpoint_in_the_middle_resumes_to_the_same_end(tmp_path: Path, rng: np.random.Generator) -> None:
     """It may have rows of the batch ahead, with their initial values."""
     data = batches(rng, 12)
-    ends = []
-    for until in (None, 5):
-        torch.manual_seed(0)
-        for part in range(1 if until is None else 2):
-            embeddings = Embeddings(features(capacity=46), device="cpu", num_threads=1, seed=3)
-            model = Net()
-            optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.05))
-            run = Checkpoint(tmp_path / str(until), model, optimizer, embeddings, data)
-            assert run.resume() == (part == 1)
-            for batch in embeddings.stream(data, overlap=True):
-                loss_of(model, batch).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                if batch.step == until and part == 0:
-                    run.save()
-                    break
-            embeddings.drain()
-        found, dense = contents(embeddings, model)
-        ends.append(([rows for _, rows in found], dense))
-    assert ends[0] == ends[1]
+    features, on_cpu = user_and_item(capacity=46), {"device": "cpu"}
+    whole, resumed = (
+        bits(*train_in_parts(tmp_path / str(len(parts)), data, features, parts, 5, overlap=True))
+        for parts in ([on_cpu], [on_cpu, on_cpu])
+    )
+    assert whole == resumed
 
 
 def test_a_pause_waits_for_rows_that_are_being_found(rng: np.random.Generator) -> None:
     """A save would have them in some tables only."""
-    embeddings = Embeddings(features(), device="cpu", num_threads=1)
+    embeddings = Embeddings(user_and_item(), device="cpu", num_threads=1)
     embeddings.optimizer(torch.optim.SGD(Net().parameters(), lr=0.05))
     started, is_paused, found_in_a_pause = threading.Event(), threading.Event(), []
     resolve = embeddings.worker.resolve

@@ -15,6 +15,7 @@ from torch import Tensor
 import satrap
 from bag_oracle import UNIVERSE, draw_bags
 from cluster import running_servers, step_both
+from contents import bits
 from device_workers import (
     ArrayWorker,
     RoundingWorker,
@@ -25,7 +26,7 @@ from device_workers import (
     take_random_steps,
     three_features,
 )
-from loop import Net, batches, bits, tables
+from loop import Net, batches, tables
 from satrap import SGD, Deployment, Embeddings, Inputs, Table
 from satrap.config.features import Features
 from satrap.config.optimizers import Adagrad
@@ -105,7 +106,7 @@ def rounded(batch: Any) -> Tensor:
     return rows.to(torch.bfloat16)
 
 
-def train(embeddings: Embeddings, rows_of: Callable[[Any], Tensor], **options: Any) -> list[Any]:
+def train_under_autocast(embeddings: Embeddings, rows_of: Callable[[Any], Tensor], **options: Any) -> list[Any]:
     """Train under autocast, with two batches in a step and one that is dropped; return all bits."""
     torch.manual_seed(0)
     model = Net()
@@ -131,15 +132,15 @@ def train(embeddings: Embeddings, rows_of: Callable[[Any], Tensor], **options: A
 def test_training_equals_a_loop_that_rounds(staleness: int) -> None:
     """Rows in memory, on servers, and on a device with and without a directory, against `.to(torch.bfloat16)`."""
     how: dict[str, Any] = {"staleness": staleness, "deterministic": True, "num_threads": 1}
-    expected = train(Embeddings(tables(), **how), rounded)
+    expected = train_under_autocast(Embeddings(tables(), **how), rounded)
     sixteen = how | {"output_dtype": "bfloat16"}
     forms: list[dict[str, Any]] = [{}, {"device": "cpu"}]
     for more in forms:
-        assert train(Embeddings(tables(), **sixteen, **more), plain) == expected
-        assert train(Embeddings(tables(num_users=60), **sixteen, **more), plain) == expected
+        assert train_under_autocast(Embeddings(tables(), **sixteen, **more), plain) == expected
+        assert train_under_autocast(Embeddings(tables(num_users=60), **sixteen, **more), plain) == expected
     with running_servers(2) as services:
         deployment = Deployment(servers=[each.address for each in services])
-        assert train(Embeddings(tables(), **sixteen, deployment=deployment), plain) == expected
+        assert train_under_autocast(Embeddings(tables(), **sixteen, deployment=deployment), plain) == expected
 
 
 @pytest.mark.parametrize("device", [None, "cpu"])

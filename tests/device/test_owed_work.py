@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from contents import contents
 from device_workers import pair
 from satrap import SGD, Adagrad, Normal, Table
 from satrap.config.features import Features
@@ -24,6 +25,7 @@ from satrap.errors import CapacityError
 from stream_recorder import recorded
 
 ROWS = 8
+EVERY = np.arange(6 * ROWS, dtype=np.uint64)
 
 
 def two_pools(**options: Any) -> Features:
@@ -51,11 +53,10 @@ def look_up(worker: Any, number: int, step: int) -> None:
     worker.drop(found.ticket)
 
 
-def contents(worker: Any) -> list[bytes]:
-    ids = np.arange(6 * ROWS, dtype=np.uint64)
+def checked_contents(worker: Any) -> dict[str, list[bytes]]:
     for table in worker.tables.values():
         table.check()
-    return [part.tobytes() for table in worker.tables.values() for part in table.read(ids)]
+    return contents(worker, EVERY)
 
 
 @pytest.mark.parametrize("times", [1, 3])
@@ -66,7 +67,7 @@ def test_a_move_that_fails_between_two_pools_is_done_once(
 ) -> None:
     """An exchange that is done twice puts both rows back where they were."""
 
-    def run(failures: int) -> list[bytes]:
+    def run(failures: int) -> dict[str, list[bytes]]:
         worker = worker_of(two_pools(), device)
         for step in (1, 2, 3):
             look_up(worker, step - 1, step)
@@ -85,7 +86,7 @@ def test_a_move_that_fails_between_two_pools_is_done_once(
         monkeypatch.setattr(RowMemory, method, works)
         assert not left[0]
         look_up(worker, 3 if method == "initialise" else 0, 4)
-        return contents(worker)
+        return checked_contents(worker)
 
     assert run(times) == run(0)
 
@@ -196,18 +197,18 @@ def test_no_memory_for_the_reserve_is_no_error_until_it_is_needed(device: str, m
         num_done = 2
         with pytest.raises(CapacityError, match=r"tables '[ab]': this process has no (pinned )?memory for \d+ rows"):
             for call in calls:
-                rows = contents(worker)
+                rows = checked_contents(worker)
                 call()
                 num_done += 1
-        assert contents(worker) == rows and num_done > 3
+        assert checked_contents(worker) == rows and num_done > 3
     look_up(worker, num_done, num_done + 1)
-    assert contents(worker) != rows
+    assert checked_contents(worker) != rows
 
 
 def test_a_step_whose_rounding_fails_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU device, whose step has parts that can run out of memory: the state changes with the values or not."""
     features = Features({"t": Table("t", dim=4, optimizer=Adagrad(lr=0.1), dtype="bfloat16", initial=Normal(std=1.0))})
-    gradients, read = torch.ones(ROWS, 4), list[list[bytes]]()
+    gradients, read = torch.ones(ROWS, 4), list[dict[str, list[bytes]]]()
     for fails in (False, True):
         worker: Any = device_worker(features, "cpu", seed=1, num_threads=1)
         ticket = worker.lookup(batch(features, 0), step=1).ticket
@@ -218,7 +219,7 @@ def test_a_step_whose_rounding_fails_is_taken_once(monkeypatch: pytest.MonkeyPat
                 worker.update([ticket], [gradients], step=1)
         else:
             worker.update([ticket], [gradients], step=1)
-        read.append(contents(worker))
+        read.append(checked_contents(worker))
     assert read[0] == read[1]
 
 
@@ -244,5 +245,5 @@ def test_moves_wait_for_a_step_that_failed_midway(failing: int, monkeypatch: pyt
             patched.setattr(reference, "update", fail)
             worker.update([ticket], [gradient], step=2)
         look_up(worker, 0, 3)
-        assert contents(worker)
+        assert checked_contents(worker)
     assert recorder.faults == []

@@ -85,7 +85,7 @@ def step(model: Net, batch: Any) -> None:
     torch.nn.functional.binary_cross_entropy_with_logits(model(batch), batch.label).backward()
 
 
-def train(
+def train_on_stream(
     data: list[Inputs],
     *,
     loop: DeviceStream | None = None,
@@ -152,13 +152,13 @@ def test_everything_is_ordered(
     monkeypatch.setattr(home_memory, "SEGMENT_BYTES", 1024)
     data = batches(rng, 8)
     with recorder.recording():
-        found, embeddings = train(data, loop=new_stream(CPU) if own else None, **LOOPS[how])
+        found, embeddings = train_on_stream(data, loop=new_stream(CPU) if own else None, **LOOPS[how])
     assert recorder.faults == []
     assert {name for name, _ in recorder.kernels} >= {"pool", "copy_sequence", "update", "initialise"}
     used = {name for kernel, name in recorder.kernels if kernel in ("pool", "copy_sequence", "update")}
     assert used == {embeddings.worker.device_stream.name}, "rows are used on one stream"
     monkeypatch.undo()
-    expected, _ = train(data, **LOOPS[how])
+    expected, _ = train_on_stream(data, **LOOPS[how])
     assert found == expected
 
 
@@ -186,13 +186,13 @@ def test_exchanges_between_trainers_are_ordered(
     monkeypatch.setattr(home_memory, "SEGMENT_BYTES", 1024)
     data = batches(rng, 8)
     with recorder.recording():
-        found, embeddings = train(data, loop=new_stream(CPU), **LOOPS[how])
+        found, embeddings = train_on_stream(data, loop=new_stream(CPU), **LOOPS[how])
     assert isinstance(embeddings.worker.rows, CollectiveRows)
     assert isinstance(embeddings.worker.rows, DirectCollectiveRows) == ("direct" in how)
     embeddings.close()
     assert recorder.faults == []
     monkeypatch.undo()
-    expected, _ = train(data, **LOOPS[how])
+    expected, _ = train_on_stream(data, **LOOPS[how])
     assert found == expected
 
 
@@ -232,14 +232,14 @@ def test_the_recorder_sees_what_is_not_ordered(
     owner: Any = BatchLookup if method == "wait_for_copies" else type(new_stream(CPU))
     monkeypatch.setattr(owner, method, lambda *_: None)
     with recorder.recording():
-        train(batches(rng, 6), loop=new_stream(CPU), overlap=True, staleness=1)
+        train_on_stream(batches(rng, 6), loop=new_stream(CPU), overlap=True, staleness=1)
     assert any(expected in fault for fault in recorder.faults)
 
 
 def test_a_weighted_gradient_is_made_where_it_is_used(recorder: Recorder, rng: np.random.Generator) -> None:
     """It was made on a stream of copies, and read by the update on another one."""
     with recorder.recording():
-        _, embeddings = train(batches(rng, 6), loop=new_stream(CPU), overlap=True, weight=0.5)
+        _, embeddings = train_on_stream(batches(rng, 6), loop=new_stream(CPU), overlap=True, weight=0.5)
     assert recorder.faults == []
     assert embeddings.worker.device_stream is not None
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,11 @@ import pytest
 import torch
 
 from bag_oracle import UNIVERSE
-from device_workers import ArrayWorker
-from loop import Net, loss_of
-from satrap import Adagrad, Checkpoint, Embeddings, MinCount, RowWiseAdagrad, Table
+from cluster import batch, one_table
+from contents import MOVES, bits, counted_bits, counted_contents
+from device_workers import ArrayWorker, FoundAhead, train_in_parts, user_and_item
+from loop import job, loss_of, train_dropping
+from satrap import Adagrad, Embeddings, MinCount, RowWiseAdagrad, Table
 from satrap.config.features import Features
 from satrap.data.inputs import Inputs, Position
 from satrap.device import home_memory, reference
@@ -29,6 +30,7 @@ from satrap.worker.local_rows import local_worker
 from satrap.worker.rows import BagRequest
 
 NUM_IDS, SIZE, ROW = 600, 8, 32
+EVERY = np.arange(2 * NUM_IDS, dtype=np.uint64)
 TIERS: dict[str, Any] = {
     "a budget": 200 * ROW,
     "by table": {"user": 60 * ROW, "item": "4 kB"},
@@ -40,14 +42,6 @@ TIERS: dict[str, Any] = {
 @pytest.fixture(autouse=True)
 def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(home_memory, "SEGMENT_BYTES", 1024)
-
-
-def features(**options: Any) -> dict[str, Any]:
-    """Rows of 32 bytes on the device: of dim 4, and of dim 4 with 16 bits and padding in the core."""
-    item = Table("item", dim=4, optimizer=Adagrad(lr=0.1), num_buckets=4, **options)
-    return {"user": Table("user", dim=4, optimizer=Adagrad(lr=0.1), num_buckets=2), "item": item} | {
-        "history": item.bag("mean")
-    }
 
 
 def draw_batches(rng: np.random.Generator, num: int) -> list[Inputs]:
@@ -69,41 +63,6 @@ def draw_batches(rng: np.random.Generator, num: int) -> list[Inputs]:
     return drawn
 
 
-def train(
-    data: list[Inputs], declared: dict[str, Any], *, overlap: bool = False, dense: str = "cpu", **how: Any
-) -> Any:
-    """Train with some options of `Embeddings`. dense: the device of the network."""
-    torch.manual_seed(0)
-    embeddings = Embeddings(declared, num_threads=1, seed=3, **how)
-    model = Net().to(dense)
-    optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.05))
-    with embeddings.stream(data, overlap=overlap, device=dense) as stream:
-        for number, batch in enumerate(stream, 1):
-            loss_of(model, batch).backward()
-            if number % 7 == 0:  # dropped
-                optimizer.zero_grad()
-                continue
-            optimizer.step()
-            optimizer.zero_grad()
-    return embeddings, model
-
-
-def contents(embeddings: Embeddings, model: torch.nn.Module | None = None) -> Any:
-    """Return the bits of everything, and the counters that do not depend on tiers."""
-    ids, found = np.arange(2 * NUM_IDS, dtype=np.uint64), []
-    for table in embeddings.tables.values():
-        table.check()
-        stats = table.stats()
-        if "on_device" in stats:
-            assert stats["on_device"] + stats["at_home"] == stats["rows"]
-        counts = {name: n for name, n in stats.items() if name not in ("bytes", *MOVES)}
-        found.append((counts, [part.tobytes() for part in table.read(ids)]))
-    return found, [] if model is None else [parameter.tolist() for parameter in model.parameters()]
-
-
-MOVES = ("on_device", "at_home", "moved_in", "moved_out")
-
-
 def moves(embeddings: Embeddings) -> dict[str, int]:
     each = [table.stats() for table in embeddings.tables.values()]
     return {name: sum(stats.get(name, 0) for stats in each) for name in MOVES}
@@ -118,9 +77,11 @@ def test_training_equals_rows_in_memory(
 ) -> None:
     data = draw_batches(rng, 60)
     how: dict[str, Any] = {"staleness": staleness, "deterministic": staleness > 0, "dense": device}
-    expected = train(data, features(**options), **how)
-    found = train(data, features(**options), overlap=overlap, device=device, device_memory=TIERS[tiers], **how)
-    assert contents(*found) == contents(*expected)
+    expected = train_dropping(data, user_and_item(**options), **how)
+    found = train_dropping(
+        data, user_and_item(**options), overlap=overlap, device=device, device_memory=TIERS[tiers], **how
+    )
+    assert counted_bits(*found, EVERY) == counted_bits(*expected, EVERY)
     counted = moves(found[0])
     if "none" in tiers:
         assert counted["on_device"] == counted["moved_in"] == 0 and counted["at_home"] > 0
@@ -155,35 +116,23 @@ def test_tables_of_every_kind_share_a_device(device: str, rng: np.random.Generat
 
 def test_the_next_batch_is_on_the_device_before_its_step(rng: np.random.Generator) -> None:
     """At staleness 0 the rows of step t + 1 are moved while step t is in progress, and its lookup moves nothing."""
-    embeddings = Embeddings(features(), device="cpu", num_threads=1, device_memory=TIERS["a budget"])
-    model = Net()
-    optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.05))
-    resolved, changed, exchanged = [], threading.Condition(), []
-    resolve, exchange = embeddings.worker.resolve, reference.exchange
-
-    def note(inputs: Inputs, **at: int) -> Any:
-        request = resolve(inputs, **at)
-        with changed:
-            resolved.append(at["step"])
-            changed.notify()
-        return request
+    embeddings, model, optimizer = job(features=user_and_item(), device="cpu", device_memory=TIERS["a budget"])
+    ahead, exchange, exchanged = FoundAhead(embeddings.worker), reference.exchange, []
 
     def note_thread(*rows: Any) -> None:
         exchanged.append(threading.current_thread())
         exchange(*rows)
 
-    embeddings.worker.resolve = note  # type: ignore[method-assign]
     steps = 40
     with pytest.MonkeyPatch.context() as patched, embeddings.stream(draw_batches(rng, steps), overlap=True) as stream:
         patched.setattr(reference, "exchange", note_thread)
         for batch in stream:
-            with changed:
-                assert changed.wait_for(partial(lambda step: step in resolved, min(steps, batch.step + 1)), 30)
+            ahead.wait_for(min(steps, batch.step + 1))
             loss_of(model, batch).backward()
             optimizer.step()
             optimizer.zero_grad()
     assert len(set(exchanged)) == 1 and exchanged[0] is not threading.main_thread()
-    assert resolved == list(range(1, steps + 1))
+    assert ahead.steps == list(range(1, steps + 1))
 
 
 def test_batches_are_found_ahead_again_after_one_that_did_not_fit(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +157,7 @@ def test_batches_are_found_ahead_again_after_one_that_did_not_fit(device: str, m
         return resolved
 
     monkeypatch.setattr(DeviceRows, "resolve", note)
-    declared, rows = one_table(), []
+    declared, rows = one_table(dim=4, num_buckets=2), []
     tiered: dict[str, Any] = {"device": device, "device_memory": 12 * ROW}
     for where in (tiered, {}):
         embeddings = Embeddings(dict(declared), num_threads=1, seed=3, **where)
@@ -230,52 +179,28 @@ def test_batches_are_found_ahead_again_after_one_that_did_not_fit(device: str, m
 
 def test_reading_and_evaluation_move_nothing(device: str, rng: np.random.Generator) -> None:
     data = draw_batches(rng, 30)
-    embeddings, _ = train(data, features(), dense=device, device=device, device_memory=TIERS["a budget"])
-    expected, _ = train(data, features(), dense=device)
+    embeddings, _ = train_dropping(data, user_and_item(), dense=device, device=device, device_memory=TIERS["a budget"])
+    expected, _ = train_dropping(data, user_and_item(), dense=device)
     before = moves(embeddings)
     assert before["at_home"] > 0
     for one, other in zip(*(each.stream(data, train=False) for each in (embeddings, expected)), strict=True):
         assert torch.equal(one.embeddings.cpu(), other.embeddings)
-    assert contents(embeddings) == contents(expected)
+    assert counted_contents(embeddings, EVERY) == counted_contents(expected, EVERY)
     assert moves(embeddings) == before
 
 
 def test_a_checkpoint_resumes_with_other_tiers(device: str, tmp_path: Path, rng: np.random.Generator) -> None:
-    data, ends = draw_batches(rng, 40), []
-    places: list[list[Any]] = [[None], [TIERS["a budget"], "in memory", TIERS["by table"]]]
-    for run, parts in enumerate(places):
-        for part, memory in enumerate(parts):
-            torch.manual_seed(0)
-            how = {} if memory == "in memory" else {"device": device, "device_memory": memory}
-            embeddings = Embeddings(features(), num_threads=1, seed=3, **how)
-            model = Net().to(device)
-            optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.05))
-            checkpoint = Checkpoint(tmp_path / str(run), model, optimizer, embeddings, data, full_every=2)
-            assert checkpoint.resume() == (part > 0)
-            for batch in embeddings.stream(data, device=device):
-                loss_of(model, batch).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                if batch.step == 13 * (part + 1) and part + 1 < len(parts):
-                    checkpoint.save()
-                    break
-            embeddings.drain()
-        found, dense = contents(embeddings, model)
-        ends.append(([rows for _, rows in found], dense))
-    assert ends[0] == ends[1]
-
-
-def one_table(**options: Any) -> Features:
-    given: dict[str, Any] = {"dim": 4, "optimizer": Adagrad(0.1), "num_buckets": 2}
-    return Features({"one": Table("t", **given | options)})
-
-
-def batch(ids: Any) -> Inputs:
-    return Inputs(names=("one",), values=np.asarray(ids, np.uint64), batch_size=len(ids))
+    data, tiered = draw_batches(rng, 40), {"device": device}
+    several = [tiered | {"device_memory": TIERS["a budget"]}, {}, tiered | {"device_memory": TIERS["by table"]}]
+    whole, resumed = (
+        bits(*train_in_parts(tmp_path / name, data, user_and_item(), parts, 13, device=device), EVERY)
+        for name, parts in (("whole", [tiered]), ("resumed", several))
+    )
+    assert whole == resumed
 
 
 def test_a_batch_that_does_not_fit_is_refused_by_name(device: str) -> None:
-    worker = device_worker(one_table(), device, num_threads=1, device_memory=5 * ROW)
+    worker = device_worker(one_table(dim=4, num_buckets=2), device, num_threads=1, device_memory=5 * ROW)
     expected = "table 't': the batch has 6 unique ids; expected at most 5, the rows in 160 bytes of the device: give"
     with pytest.raises(CapacityError, match=expected):
         worker.lookup(batch(np.arange(6)))
@@ -295,8 +220,10 @@ def test_a_batch_that_does_not_fit_is_refused_by_name(device: str) -> None:
 
 def test_an_update_of_rows_that_went_home_is_applied_there(device: str) -> None:
     """A caller without a stream may look up more batches than fit before it updates the first."""
-    workers: list[Any] = [local_worker(one_table(dtype="float16"), num_threads=1)]
-    workers.append(ArrayWorker(one_table(dtype="float16"), device, num_threads=1, device_memory=5 * 24))
+    workers: list[Any] = [local_worker(one_table(dim=4, num_buckets=2, dtype="float16"), num_threads=1)]
+    workers.append(
+        ArrayWorker(one_table(dim=4, num_buckets=2, dtype="float16"), device, num_threads=1, device_memory=5 * 24)
+    )
     tickets = [[worker.lookup(batch(np.arange(k, k + 5)), step=k + 1).ticket for k in range(4)] for worker in workers]
     gradients = np.random.default_rng(0).normal(size=(4, 5, 4)).astype(np.float32)
     for worker, of_worker in zip(workers, tickets, strict=True):
@@ -309,8 +236,8 @@ def test_an_update_of_rows_that_went_home_is_applied_there(device: str) -> None:
 
 @pytest.mark.parametrize("where", ["exchange", "home"])
 def test_memory_that_runs_out_loses_no_row(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    workers: list[Any] = [local_worker(one_table(), num_threads=1)]
-    workers.append(ArrayWorker(one_table(), "cpu", num_threads=1, device_memory=5 * ROW))
+    workers: list[Any] = [local_worker(one_table(dim=4, num_buckets=2), num_threads=1)]
+    workers.append(ArrayWorker(one_table(dim=4, num_buckets=2), "cpu", num_threads=1, device_memory=5 * ROW))
     for worker in workers:
         for k in range(10):
             result = worker.lookup(batch(np.arange(5 * k, 5 * k + 5)), step=k + 1)
@@ -350,7 +277,9 @@ def test_memory_that_runs_out_loses_no_row(where: str, monkeypatch: pytest.Monke
 
 
 def test_bounded_tables_that_fit_have_one_tier() -> None:
-    worker: Any = device_worker(one_table(capacity=20), "cpu", num_threads=1, device_memory="1MiB")
+    worker: Any = device_worker(
+        one_table(dim=4, num_buckets=2, capacity=20), "cpu", num_threads=1, device_memory="1MiB"
+    )
     worker.lookup(batch(np.arange(10)))
     assert "on_device" not in worker.tables["t"].stats()
     assert len(worker.rows._engine.memories[0].values) == 20
@@ -368,15 +297,15 @@ def test_device_memory_is_checked() -> None:
     ]
     for memory, expected in refused:
         with pytest.raises(ConfigError, match=expected):
-            device_worker(one_table(), "cpu", device_memory=memory)
+            device_worker(one_table(dim=4, num_buckets=2), "cpu", device_memory=memory)
     with pytest.raises(ConfigError, match="device_memory is '1GiB' without a device; expected device= beside it"):
-        Embeddings(features(), device_memory="1GiB")
+        Embeddings(user_and_item(), device_memory="1GiB")
 
 
 def test_batches_found_ahead_have_the_bits_of_rows_in_memory(device: str, rng: np.random.Generator) -> None:
     """With gradients that depend on the rows, so that an update and a move in the wrong order would show."""
-    here = local_worker(one_table(dim=64), num_threads=1)
-    there = device_worker(one_table(dim=64), device, num_threads=1, device_memory=2200 * 512)
+    here = local_worker(one_table(dim=64, num_buckets=2), num_threads=1)
+    there = device_worker(one_table(dim=64, num_buckets=2), device, num_threads=1, device_memory=2200 * 512)
     data = [batch(rng.integers(0, 8000, 1024)) for _ in range(30)]
     request = there.resolve(data[0], step=1, oldest_open=1)
     for step, inputs in enumerate(data, 1):

@@ -9,20 +9,24 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from cluster import DEADLINE_SECONDS, ServerProcess, batch, contents, one_table, running_servers, sharded_worker
+from child_processes import child_process
+from cluster import ServerProcess, batch, one_table, running_servers, sharded_worker
+from contents import bits, contents
 from disk import small_disk
-from loop import batches, bits, loss_of, running
+from loop import batches, running, train_step
 from runs import JOB, start_run, wait_for_exit
 from satrap import Checkpoint, _core
 from satrap.errors import SharedMemoryError, SnapshotError
 from satrap.worker.local_rows import local_worker
 from trainers import CHILD
+from waiting import DEADLINE_SECONDS
 
 MEGABYTE, PAGE = 1 << 20, 4096
 
@@ -92,9 +96,7 @@ def _train(
 ) -> Iterator[tuple[int, list[bytes], str]]:
     """Yield every second step: its number, the bits there, and how saving failed."""
     for each in embeddings.stream(data):
-        optimizer.zero_grad()
-        loss_of(model, each).backward()
-        optimizer.step()
+        train_step(model, optimizer, each)
         if each.step % 2 == 0:
             told = ""
             try:
@@ -152,17 +154,13 @@ def test_a_full_disk_is_reported_by_all_trainers(tmp_path: Path) -> None:
         }
         given |= {"batches": 8, "epochs": 1, "accumulate": 1, "staleness": 0, "overlap": False, "dropped": []}
         command, pipe = [sys.executable, str(CHILD)], subprocess.PIPE
-        trainers = [subprocess.Popen(command, stdin=pipe, stderr=pipe, text=True) for _ in range(2)]
-        try:
+        with ExitStack() as stack:
+            how: dict[str, Any] = {"stdin": pipe, "stderr": pipe, "text": True}
+            trainers = [stack.enter_context(child_process(command, 2 * DEADLINE_SECONDS, **how)) for _ in range(2)]
             for rank, each in enumerate(trainers):
-                assert each.stdin is not None
                 each.stdin.write(json.dumps([rank, 2, str(tmp_path / "meeting"), given]) + "\n")
                 each.stdin.flush()
             told = [each.communicate(timeout=2 * DEADLINE_SECONDS)[1] for each in trainers]
-        finally:
-            for trainer in trainers:
-                trainer.kill()
-                trainer.wait()
         assert all(trainer.returncode for trainer in trainers)  # 1, or torch aborts when its groups are left open
         assert re.search(r"SnapshotError: ipc://\S+: .*No space left on device", told[0])
         assert "CheckpointError: trainer 0 failed; its own error says why" in told[1]

@@ -20,13 +20,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cluster import DEADLINE_SECONDS, batch, contents, one_table, server_processes, sharded_worker
-from loop import batches, bits, job, loss_of
-from rpc_parts import wait_until
+from cluster import batch, one_table, server_processes, sharded_worker
+from contents import bits, contents
+from loop import batches, job, running, train_step
 from satrap import Checkpoint
 from satrap.errors import AttemptError, ChangesError, DeadlineError
 from satrap.table.snapshot.saved_table import checksum_of
 from satrap.worker.local_rows import local_worker
+from waiting import DEADLINE_SECONDS, wait_until
 
 pytestmark = pytest.mark.draw(3)
 SILENCE_SECONDS = 3.0
@@ -211,33 +212,38 @@ def test_a_server_killed_in_a_save_of_changes_after_it_wrote_its_part(tmp_path: 
             table.save_changes(tmp_path / "b", since=since)
 
 
-def test_a_restarted_server_saves_whole_tables_instead_of_changes(tmp_path: Path) -> None:
-    """It has its rows, but not the removed ids. The run continues to save, and its checkpoints are whole."""
+@pytest.mark.parametrize(
+    ("victim", "at", "every", "full_every", "whole"),
+    [(0, 10, 4, 9, [0, 2]), (1, 5, 2, 4, [0, 2, 6])],
+    ids=["the first", "the second"],
+)
+def test_a_restarted_server_saves_whole_tables_instead_of_changes(
+    victim: int, at: int, every: int, full_every: int, whole: list[int], tmp_path: Path
+) -> None:
+    """It has its rows, but not the removed ids, and the servers' versions differ from then on. The run continues to
+    save, and its checkpoints are whole."""
     data = batches(20)
     with server_processes(tmp_path) as servers:
         embeddings, model, optimizer = job(servers=[each.address for each in servers])
         assert embeddings.worker.servers is not None
         try:
-            run = Checkpoint(tmp_path / "run", model, optimizer, embeddings, data, keep=9, full_every=9)
+            run = Checkpoint(tmp_path / "run", model, optimizer, embeddings, data, keep=10, full_every=full_every)
             for each in embeddings.stream(data):
-                optimizer.zero_grad()
-                loss_of(model, each).backward()
-                optimizer.step()
-                if each.step == 10:
-                    servers[0].kill()
-                    servers[0].restart()
-                run.save(every_steps=4)
+                train_step(model, optimizer, each)
+                if each.step == at:
+                    servers[victim].kill()
+                    servers[victim].restart()
+                run.save(every_steps=every)
             wanted = bits(embeddings, model)
         finally:
             embeddings.worker.servers.close()
-    parents = [json.loads(each.read_text())["parent"] for each in sorted(tmp_path.glob("run/*/checkpoint.json"))]
+    files = sorted(tmp_path.glob("run/*/checkpoint.json"))
+    parents = [json.loads(each.read_text())["parent"] for each in files]
+    assert len(files) == 20 // every
     assert [each and each["name"] for each in parents] == [
-        None,
-        "000001-step-4",
-        None,
-        "000003-step-12",
-        "000004-step-16",
+        None if number in whole else files[number - 1].parent.name for number in range(len(files))
     ]
-    embeddings, model, optimizer = job()
-    assert Checkpoint(tmp_path / "run", model, optimizer, embeddings, data).resume()
-    assert bits(embeddings, model) == wanted
+    for num_servers in (0, 3):
+        with running(num_servers) as (embeddings, model, optimizer):
+            assert Checkpoint(tmp_path / "run", model, optimizer, embeddings, data).resume()
+            assert bits(embeddings, model) == wanted

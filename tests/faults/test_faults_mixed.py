@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from cluster import features, server_processes, sharded_worker
-from faults import BAD, Fault, kill, networked_cluster, random_faults, stop_and_go, train_until
+from faults import BAD, Fault, kill, networked_cluster, random_faults, stop_and_go, train_both_until
 from network import CALM, CUT, TRAINER, Weather
 from rpc_parts import FrameProxy, resident_bytes
 from satrap.worker.local_rows import local_worker
@@ -53,7 +53,7 @@ def test_any_faults_at_random(
             Fault("link", lambda: wire.link(TRAINER, "down"), lambda: wire.link(TRAINER, "up"), 1.0),
         ]
         with random_faults(faults, seed, seconds=seconds) as over:
-            train_until(over, local, worker, rng)
+            train_both_until(over, local, worker, rng)
 
 
 def test_a_slow_server_only_slows(tmp_path: Path, seed: int, rng: np.random.Generator) -> None:
@@ -68,7 +68,7 @@ def test_a_slow_server_only_slows(tmp_path: Path, seed: int, rng: np.random.Gene
         before = [resident_bytes(pid) for pid in (os.getpid(), servers[1].pid)]
         began, first = time.monotonic(), [each.num_requests for each in proxies]
         with random_faults([stop_and_go(servers[1], 0.4)], seed, seconds=5.0, gap=0.1) as over:
-            num_calls = 3 * train_until(over, local, worker, rng)
+            num_calls = 3 * train_both_until(over, local, worker, rng)
         moments = (time.monotonic() - began) / RETRY_SECONDS
         for proxy, number in zip(proxies, first, strict=True):
             assert proxy.num_requests - number <= num_calls + moments + 20

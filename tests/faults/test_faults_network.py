@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 
 from bag_oracle import draw_bags
-from cluster import contents, features, step_both
-from faults import BAD, Fault, networked_cluster, random_faults, train_until
+from cluster import features, step_both
+from contents import contents
+from faults import BAD, Fault, networked_cluster, random_faults, train_both_until
 from network import CALM, CUT, TRAINER, Weather
-from rpc_parts import DEADLINE_SECONDS
 from satrap.errors import DeadlineError
 from satrap.worker.local_rows import local_worker
+from waiting import DEADLINE_SECONDS
 
 
 def test_cuts_of_some_seconds_at_random_moments(tmp_path: Path, seed: int, rng: np.random.Generator) -> None:
@@ -31,7 +32,7 @@ def test_cuts_of_some_seconds_at_random_moments(tmp_path: Path, seed: int, rng: 
         faults = [cut("cut", CUT, CUT), cut("cut to the servers", CUT, CALM), cut("cut to the trainer", CALM, CUT)]
         faults.append(Fault("link", lambda: wire.link(TRAINER, "down"), lambda: wire.link(TRAINER, "up"), 2.0))
         with random_faults(faults, seed, num=5) as over:
-            train_until(over, local, worker, rng)
+            train_both_until(over, local, worker, rng)
 
 
 def test_a_network_that_loses_delays_and_duplicates(tmp_path: Path, seed: int, rng: np.random.Generator) -> None:

@@ -9,16 +9,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from cluster import batch, contents, features, one_table, running_servers, server_processes, sharded_worker, suspend
-from faults import random_faults, stop_and_go, train_until
-from loop import batches, bits, job, loss_of
-from rpc_parts import ANYWHERE, DEADLINE_SECONDS, Calls, Served
+from child_processes import child_process
+from cluster import batch, features, one_table, running_servers, server_processes, sharded_worker, suspend
+from contents import bits, contents
+from faults import random_faults, stop_and_go, train_both_until
+from loop import batches, job, train_step
+from rpc_parts import ANYWHERE, Calls, Served
 from satrap import Checkpoint
 from satrap.config.job import Job
 from satrap.errors import DeadlineError
@@ -26,6 +29,7 @@ from satrap.rpc import Service
 from satrap.worker import sharded_rows
 from satrap.worker.local_rows import local_worker
 from satrap.worker.server_group import ServerGroup
+from waiting import DEADLINE_SECONDS
 
 
 def test_servers_stopped_at_random_moments(tmp_path: Path, seed: int, rng: np.random.Generator) -> None:
@@ -35,7 +39,7 @@ def test_servers_stopped_at_random_moments(tmp_path: Path, seed: int, rng: np.ra
         sharded_worker(features(), [each.address for each in servers], retry_seconds=0.1) as worker,
         random_faults([stop_and_go(each, 0.8) for each in servers], seed, num=8) as over,
     ):
-        train_until(over, local, worker, rng)
+        train_both_until(over, local, worker, rng)
 
 
 def test_a_server_stopped_beyond_the_deadline_is_named_and_continues_later(tmp_path: Path) -> None:
@@ -71,9 +75,6 @@ def test_a_replaced_trainer_changes_nothing_when_it_resumes(tmp_path: Path, rng:
     with running_servers(2) as services:
         addresses = [each.address for each in services]
         command = [sys.executable, str(Path(__file__).parents[1] / "support/stopped_child.py"), json.dumps(addresses)]
-        old = subprocess.Popen(
-            [*command, str(tmp_path / "run"), "5"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
 
         def wake(step: int) -> None:
             if step == 15:
@@ -82,16 +83,13 @@ def test_a_replaced_trainer_changes_nothing_when_it_resumes(tmp_path: Path, rng:
                 _, told = old.communicate(timeout=DEADLINE_SECONDS)
                 assert old.returncode == 1 and "AttemptError" in told and "this process was replaced" in told
 
-        try:
-            assert old.stdout is not None
+        command += [str(tmp_path / "run"), "5"]
+        with child_process(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as old:
             for _ in range(6 + int(rng.integers(30))):
                 assert old.stdout.readline()
             threading.Event().wait(rng.uniform(0.0, 0.01))
             suspend(old.pid)
             found = _gone_on(tmp_path / "run", wake, servers=addresses)
-        finally:
-            old.kill()
-            old.communicate()
     assert found == _gone_on(tmp_path / "run", lambda step: None)
 
 
@@ -103,9 +101,7 @@ def _gone_on(run: Path, meanwhile: Callable[[int], None], **options: Any) -> lis
         assert Checkpoint(run, model, optimizer, embeddings, data).resume() and embeddings.step == 5
         with embeddings.stream(data) as stream:
             for each in stream:
-                optimizer.zero_grad()
-                loss_of(model, each).backward()
-                optimizer.step()
+                train_step(model, optimizer, each)
                 meanwhile(each.step)
         for table in embeddings.tables.values():
             table.check()
@@ -125,25 +121,18 @@ def test_a_trainer_stopped_for_longer_than_its_deadline_continues(rng: np.random
             while True:
                 print(client.call.add(1), flush=True)
     """
-    with Service(Served(), Calls, ANYWHERE) as service:
-        child = subprocess.Popen(
-            [sys.executable, "-c", program, service.address],
-            stdout=subprocess.PIPE,
-            cwd=Path(__file__).parents[1] / "support",
-            text=True,
-        )
-        try:
-            assert child.stdout is not None
-            for _ in range(2):
-                for _ in range(20):
-                    assert child.stdout.readline(), "a call failed"
-                threading.Event().wait(rng.uniform(0.0, 0.01))
-                suspend(child.pid)
-                threading.Event().wait(3.0)
-                child.send_signal(signal.SIGCONT)
-                for _ in range(20):
-                    assert child.stdout.readline(), "a call failed"
-            assert child.poll() is None
-        finally:
-            child.kill()
-            child.communicate()
+    support = Path(__file__).parents[1] / "support"
+    with ExitStack() as stack:
+        service = stack.enter_context(Service(Served(), Calls, ANYWHERE))
+        command = [sys.executable, "-c", program, service.address]
+        child = stack.enter_context(child_process(command, stdout=subprocess.PIPE, cwd=support, text=True))
+        for _ in range(2):
+            for _ in range(20):
+                assert child.stdout.readline(), "a call failed"
+            threading.Event().wait(rng.uniform(0.0, 0.01))
+            suspend(child.pid)
+            threading.Event().wait(3.0)
+            child.send_signal(signal.SIGCONT)
+            for _ in range(20):
+                assert child.stdout.readline(), "a call failed"
+        assert child.poll() is None

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from browser import NAMES, Browser, find_browser, running_browser
+from child_processes import SATRAP
 from report_records import read_records, write_long_run
-from runs import JOB, SATRAP, name_processes, num_checkpoints, start_run, wait_for_exit, wait_until
+from runs import JOB, name_processes, num_checkpoints, start_run, wait_for_exit
 from satrap.html_report.chart import number
+from waiting import wait_until
 
 SCRIPT = JOB.with_name("report_job.py")
 CUT_TEXTS = """[...document.querySelectorAll('.plot svg')].flatMap(svg => {

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from runs import is_running, wait_until
+from runs import is_running
 from satrap.launch.child_processes import ChildExited, ChildProcesses, ProcessOutput, Report
 from satrap.launch.run_events import Process, Role
+from waiting import wait_until
 
 SERVER = Process(Role.SERVER, 0, 1)
 

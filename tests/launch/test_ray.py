@@ -20,11 +20,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from child_processes import SATRAP
 from cluster import running_servers
 from runs import (
-    DEADLINE_SECONDS,
     JOB,
-    SATRAP,
     assert_same_result,
     is_running,
     name_processes,
@@ -35,9 +34,9 @@ from runs import (
     start_run,
     wait_for_exit,
     wait_for_output,
-    wait_until,
     write_changed_job,
 )
+from waiting import DEADLINE_SECONDS, wait_until
 
 if importlib.util.find_spec("ray") is None:
     pytest.skip("Ray is not installed: pip install 'ray>=2.52'", allow_module_level=True)

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from runs import DEADLINE_SECONDS, JOB, assert_nothing_is_left
+from runs import JOB, assert_nothing_is_left
 from satrap.errors import ConfigError
 from satrap.launch.rows_file import has_rows, remove_rows, rows_file
+from waiting import DEADLINE_SECONDS
 
 STRANGER = 65534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's files")

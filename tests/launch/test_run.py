@@ -19,28 +19,28 @@ import pyarrow.parquet as pq
 import pytest
 
 from async_child import summed
+from child_processes import SATRAP
 from cluster import suspend
 from runs import (
-    DEADLINE_SECONDS,
     JOB,
-    SATRAP,
     assert_nothing_is_left,
     assert_same_result,
     is_running,
     name_processes,
     num_checkpoints,
     request_scale,
+    require_same_end,
     run_to_its_end,
     scale_to,
     start_run,
     wait_for_exit,
     wait_for_output,
-    wait_until,
     write_changed_job,
 )
 from satrap.launch.run_events import Event, ScaleRequested
 from satrap.launch.run_loop import lock_run_folder
 from satrap.launch.scaler import Scaler, request_servers
+from waiting import DEADLINE_SECONDS, wait_until
 
 ASYNC = JOB.with_name("async_job.py")
 pytestmark = pytest.mark.draw(4)
@@ -77,11 +77,8 @@ def test_a_run_with_killed_processes_ends_with_the_same_bits(
             seen = num_checkpoints(tmp_path)
             wait_until(lambda seen=seen: num_checkpoints(tmp_path) > seen + int(draw.integers(3)), run)  # type: ignore[misc]
             os.kill(child(run, str(draw.choice(victims))), signal.SIGKILL)
-        status, _, err = wait_for_exit(run)
-    assert status == 0, err
+        _, err = require_same_end(tmp_path, run, undisturbed)
     assert "was killed by signal 9" in err and re.search(r"launch \d+ continues after step \d+, from /.*-step-\d+", err)
-    assert_same_result(tmp_path, undisturbed)
-    assert_nothing_is_left(tmp_path, [])
 
 
 def test_processes_die_with_their_supervisor_and_the_next_run_resumes(
@@ -113,10 +110,7 @@ def test_scaling_up_and_down_while_training(tmp_path: Path, undisturbed: dict[st
                 assert {"server 0", "server 1", "server 2"} <= children(run).keys()
                 os.kill(child(run, "server 2"), signal.SIGKILL)
         (tmp_path / "hold").unlink()
-        status, _, err = wait_for_exit(run)
-    assert status == 0, err
-    assert_same_result(tmp_path, undisturbed)
-    assert_nothing_is_left(tmp_path, [])
+        require_same_end(tmp_path, run, undisturbed)
 
 
 def test_scaling_before_the_script_has_embeddings(tmp_path: Path, undisturbed: dict[str, np.ndarray]) -> None:
@@ -133,10 +127,7 @@ def test_scaling_before_the_script_has_embeddings(tmp_path: Path, undisturbed: d
         (tmp_path / "first").unlink()
         wait_for_output(run, "buckets moved: the run has 2 servers")
         (tmp_path / "hold").unlink()
-        status, _, err = wait_for_exit(run)
-    assert status == 0, err
-    assert_same_result(tmp_path, undisturbed)
-    assert_nothing_is_left(tmp_path, [])
+        require_same_end(tmp_path, run, undisturbed)
 
 
 def lose_server(folder: Path, run: subprocess.Popen[str], server: int) -> None:
@@ -169,10 +160,8 @@ def test_a_server_lost_with_its_rows_after_buckets_have_moved(
             lambda: len(list((tmp_path / "memory").iterdir())) == 1, run
         )  # servers that left release their memory
         (tmp_path / "hold").unlink()
-        status, out, err = wait_for_exit(run)
-    assert (status, out) == (0, "began\nresumed\n"), err
-    assert_same_result(tmp_path, undisturbed)
-    assert_nothing_is_left(tmp_path, [])
+        out, err = require_same_end(tmp_path, run, undisturbed)
+    assert out == "began\nresumed\n", err
 
 
 def test_a_server_lost_with_its_rows_while_buckets_move(tmp_path: Path, undisturbed: dict[str, np.ndarray]) -> None:
@@ -188,10 +177,8 @@ def test_a_server_lost_with_its_rows_while_buckets_move(tmp_path: Path, undistur
         wait_for_output(run, "launch 2: starting 2 trainers")
         assert {"server 0", "server 1"} <= children(run).keys()
         (tmp_path / "hold").unlink()
-        status, out, err = wait_for_exit(run)
-    assert (status, out) == (0, "began\nresumed\n"), err
-    assert_same_result(tmp_path, undisturbed)
-    assert_nothing_is_left(tmp_path, [])
+        out, err = require_same_end(tmp_path, run, undisturbed)
+    assert out == "began\nresumed\n", err
 
 
 def test_workers_read_and_one_is_killed_and_then_a_server_is_lost(tmp_path: Path) -> None:

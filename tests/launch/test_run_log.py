@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from loop import tables
-from runs import name_processes, num_checkpoints, request_scale, start_run, wait_for_exit, wait_until, write_changed_job
+from runs import name_processes, num_checkpoints, request_scale, start_run, wait_for_exit, write_changed_job
 from satrap import Deployment, Embeddings, Table
 from satrap.errors import ConfigError
+from waiting import wait_until
 
 TEXT = re.compile(
     r"(?P<time>\S+Z) (?P<level>[A-Z]+) (?P<role>\w+) (?P<number>\d+|-) job=(?P<job>[0-9a-f]{8}|-) "

@@ -9,12 +9,15 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from child_processes import SATRAP, child_process
 from pty_screen import PtyScreen, pty_screen
-from runs import DEADLINE_SECONDS, JOB, SATRAP, name_processes, num_checkpoints, wait_until
+from runs import JOB, name_processes, num_checkpoints, write_changed_job
 from satrap.launch.terminal import Terminal
+from waiting import DEADLINE_SECONDS, wait_until
 
 REPORT_JOB = JOB.with_name("report_job.py")
 HELD_AT, STEPS = 60, 120
@@ -23,20 +26,15 @@ HELD_AT, STEPS = 60, 120
 
 def write_job(folder: Path) -> Path:
     """Write a job that reports each of its steps to the run, prints lines, and waits at step 60."""
-    text = REPORT_JOB.read_text()
-    for before, after in (
+    (folder / "hold").touch()
+    return write_changed_job(
+        folder,
         ("STEP_SECONDS * embeddings.step", "1.0 * embeddings.step"),
         ("    run.resume()\n", '    print("resumed" if run.resume() else "began", flush=True)\n'),
         ("every_steps=20", "every_steps=25"),  # so that steps before step 60 are trained again
         ("embeddings, [], record", "embeddings, None, record"),
-    ):
-        assert before in text
-        text = text.replace(before, after)
-    (script := folder / "job.py").write_text(text)
-    for module in ("loop.py", "lean_torch.py"):
-        (folder / module).write_text(JOB.with_name(module).read_text())
-    (folder / "hold").touch()
-    return script
+        job=REPORT_JOB,
+    )
 
 
 @contextmanager
@@ -50,18 +48,11 @@ def run_on(
     (folder / "memory").mkdir(exist_ok=True)
     job = str(write_job(folder) if script is None else script)
     places = ["--folder", str(folder / "run"), "--memory", str(folder / "memory")]
-    run = subprocess.Popen(
-        [str(SATRAP), "run", job, *places, "--trainers", str(trainers), "--", str(folder), str(trainers * STEPS)],
-        stdout=screen.stream,
-        stderr=screen.stream,
-        stdin=subprocess.DEVNULL,
-        env=os.environ | {"TERM": "xterm"} | (environment or {}),
-    )
-    try:
+    command = [str(SATRAP), "run", job, *places, "--trainers", str(trainers), "--", str(folder), str(trainers * STEPS)]
+    streams: dict[str, Any] = {"stdout": screen.stream, "stderr": screen.stream, "stdin": subprocess.DEVNULL}
+    environment = os.environ | {"TERM": "xterm"} | (environment or {})
+    with child_process(command, 4 * DEADLINE_SECONDS, env=environment, **streams) as run:
         yield run
-    finally:
-        run.kill()
-        run.wait()
 
 
 def kill_trainer(run: subprocess.Popen[bytes]) -> None:

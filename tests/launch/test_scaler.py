@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from logged import logged
-from runs import wait_until
 from satrap.launch import scaler
 from satrap.launch.run_events import Event, MigrationEnded
 from satrap.launch.scaler import Scaler
 from satrap.server.migration.coordinator import Migration
 from satrap.sharding.autoscaler import ScaleLimits
+from waiting import wait_until
 
 
 def test_the_autoscaler_waits_for_servers_without_an_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

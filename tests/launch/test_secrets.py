@@ -5,9 +5,11 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from runs import SATRAP, start_run, wait_for_exit, wait_until
+from child_processes import SATRAP
+from runs import start_run, wait_for_exit
 from satrap.monitor.hidden_secrets import HIDDEN
 from scrape import get
+from waiting import wait_until
 
 SECRET = "hunter2"
 SCRIPT = """

@@ -13,14 +13,15 @@ import pytest
 import torch
 
 import satrap.run_context
-from cluster import DEADLINE_SECONDS, running_servers
+from cluster import running_servers
 from logged import logged
-from loop import Net, batches, loss_of, tables
+from loop import Net, batches, tables, train_step
 from runs import JOB, write_changed_job
 from satrap import Embeddings
 from satrap.cli.main import main
 from satrap.errors import StreamError
 from satrap.run_context import RunContext
+from waiting import DEADLINE_SECONDS
 
 
 def torchrun(script: Path, servers: list[str], *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -53,15 +54,13 @@ def test_after_the_death_of_a_trainer_torchrun_starts_all_and_they_resume(tmp_pa
         assert int(result["step"]) == 20, "40 batches, two in each step"
 
 
-def train(monkeypatch: pytest.MonkeyPatch, context: RunContext) -> int:
+def train_in_context(monkeypatch: pytest.MonkeyPatch, context: RunContext) -> int:
     monkeypatch.setattr(satrap.run_context, "_here", context)
     with Embeddings(tables()) as embeddings:
         net = Net()
         optimizer = embeddings.optimizer(torch.optim.SGD(net.parameters(), lr=0.1))
         for batch in embeddings.stream(batches(3)):
-            optimizer.zero_grad()
-            loss_of(net, batch).backward()
-            optimizer.step()
+            train_step(net, optimizer, batch)
         embeddings.drain()
         return embeddings.step
 
@@ -69,12 +68,12 @@ def train(monkeypatch: pytest.MonkeyPatch, context: RunContext) -> int:
 def test_rows_of_an_earlier_start_are_removed_on_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
     with running_servers(1) as (server,):
         context = RunContext(rank=0, world_size=1, launch=0, servers=(server.address,))
-        assert train(monkeypatch, context) == 3
+        assert train_in_context(monkeypatch, context) == 3
         with pytest.raises(StreamError, match="the servers hold rows of an earlier run, trained up to step 3"):
-            train(monkeypatch, context)
+            train_in_context(monkeypatch, context)
         clearing = RunContext(rank=0, world_size=1, launch=0, servers=(server.address,), clear=True)
         with logged("satrap.train", match="") as records:
-            assert train(monkeypatch, clearing) == 3
+            assert train_in_context(monkeypatch, clearing) == 3
         assert "removes rows of step 3" in records[0].getMessage()
 
 

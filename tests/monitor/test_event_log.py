@@ -7,7 +7,6 @@ import logging
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from logged import Records
+from logged import logged
 from satrap import event_log
 from satrap.config.job import Job
 from satrap.config.optimizers import Adagrad, Ftrl
@@ -30,6 +29,7 @@ from satrap.event_log import (
     message_for_terminal,
     set_role,
 )
+from waiting import wait_until
 
 LINE = re.compile(
     r"(?P<time>\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z) (?P<level>[A-Z]+) (?P<role>\S+) (?P<number>\S+) "
@@ -135,20 +135,13 @@ def test_importing_satrap_installs_no_handler() -> None:
 
 
 def test_a_limited_log_keeps_the_last_record() -> None:
-    logger, handler = logging.getLogger("satrap.tests"), Records()
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        log = LimitedLog(logger.info, seconds=0.2)
+    with logged("satrap.tests", "number 0", logging.INFO) as records:
+        log = LimitedLog(logging.getLogger("satrap.tests").info, seconds=0.2)
         for number in range(100):
             log("number %d", number, extra=event("x", number=number))
-        deadline = time.monotonic() + 60
-        while len(handler.records) < 2 and time.monotonic() < deadline:
-            time.sleep(0.01)
-    finally:
-        logger.removeHandler(handler)
-    assert handler.messages[0] == "number 0" and handler.messages[-1] == "number 99"
-    assert len(handler.messages) < 100
+        wait_until(lambda: len(records) >= 2)
+    assert records[0].getMessage() == "number 0" and records[-1].getMessage() == "number 99"
+    assert len(records) < 100
 
 
 def test_fingerprints_differ_as_jobs_do() -> None:

@@ -286,16 +286,16 @@ def test_an_auc_of_one_label_is_warned_of_once(label: float) -> None:
     """Once the window is full, or the loop ends: labels of a first few steps may well be alike."""
     clock = Clock()
 
-    def train(steps: int, window: int, label: float) -> None:
+    def report_steps(steps: int, window: int, label: float) -> None:
         with Progress(None, [ListSink()], every_seconds=1.0, window=window, clock=clock) as progress:
             for number in range(steps):
                 clock.now += 2.0
                 progress.step(SteppedBatch(number, 2, np.full(2, label)), scores=np.ones(2))
             progress.step(SteppedBatch(steps, 2, np.array([0.0, 1.0])), scores=np.ones(2))
 
-    train(3, 1 << 16, label)  # both labels by the end
+    report_steps(3, 1 << 16, label)  # both labels by the end
     with pytest.warns(UserWarning) as caught:
-        train(9, 4, label)
+        report_steps(9, 4, label)
     (warning,) = caught
     why = rf"Progress: AUC .* undefined \(nan\): all 4 labels are {label:.0f} at step 1; .* check the label column"
     assert re.match(why, str(warning.message))

@@ -125,7 +125,7 @@ class OneBatch(SimpleNamespace):
         return 2
 
 
-def train(progress: Progress, embedded: Embedded, steps: int, seconds: float) -> None:
+def report_steps(progress: Progress, embedded: Embedded, steps: int, seconds: float) -> None:
     for _ in range(steps):
         embedded.steps += 1
         embedded.clock.now += seconds
@@ -146,7 +146,7 @@ def test_the_record_has_the_numbers_of_a_report(tmp_path: Path) -> None:
     with Progress(
         embedded, [sink], every_seconds=length, record=tmp_path, settings={"lr": 0.1}, clock=clock
     ) as progress:
-        train(progress, embedded, 8, 1 / 256)
+        report_steps(progress, embedded, 8, 1 / 256)
         progress.report_evaluation(8, {"auc": 0.75, "log_loss": math.nan}, is_best=True, seconds=0.5)
     start, *intervals, evaluation, end = lines_of(tmp_path)
     assert start["settings"] == {"rank": 3, "staleness": 2, "script": {"lr": 0.1}} and start["launch"] is None
@@ -179,7 +179,7 @@ def test_the_time_for_records_is_bounded(cost: float, seconds: float) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("satrap.monitor.progress.open_record", lambda *_: file)
         progress = Progress(embedded, [], every_seconds=1e9, clock=clock, record="a")
-        train(progress, embedded, 300, seconds)
+        report_steps(progress, embedded, 300, seconds)
     began, *intervals = written
     for index, at in enumerate(intervals, 1):
         assert index * cost <= _FREE_SECONDS + _COST_SHARE * (at - began) + cost + 1e-6
@@ -195,7 +195,7 @@ def test_an_error_ends_the_record_without_reading_anything(tmp_path: Path) -> No
         pytest.raises(ValueError, match="no more"),
         Progress(embedded, [], record=tmp_path, clock=clock) as progress,
     ):
-        train(progress, embedded, 3, 0.004)
+        report_steps(progress, embedded, 3, 0.004)
         embedded.counters = None  # type: ignore[method-assign, assignment]
         raise ValueError("no more" + "!" * 9999)
     start, end = lines_of(tmp_path)
@@ -207,10 +207,10 @@ def test_evaluations_do_not_count_for_the_throughput(tmp_path: Path) -> None:
     clock = Clock()
     embedded = Embedded(clock)
     with Progress(embedded, [], record=tmp_path, clock=clock) as progress:
-        train(progress, embedded, 2, 0.005)
+        report_steps(progress, embedded, 2, 0.005)
         clock.now += 100
         progress.report_evaluation(2, {"auc": 0.5}, seconds=100)
-        train(progress, embedded, 1, 0.01)
+        report_steps(progress, embedded, 1, 0.01)
     (interval,) = [each for each in lines_of(tmp_path) if each["kind"] == "interval"]
     assert interval["trained"] == pytest.approx(0.02) and interval["rate"] == pytest.approx(6 / 0.02)
 
@@ -236,7 +236,7 @@ def test_a_short_run_has_a_hundred_intervals(tmp_path: Path) -> None:
     clock = Clock()
     embedded = Embedded(clock)
     with Progress(embedded, [], record=tmp_path, clock=clock) as progress:
-        train(progress, embedded, 2000, 0.001)
+        report_steps(progress, embedded, 2000, 0.001)
     assert sum(each["kind"] == "interval" for each in lines_of(tmp_path)) > 100
 
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from logged import Records
+from logged import received
 from satrap import transfer
 from satrap.byte_sizes import format_bytes
 from satrap.checkpoint.checkpoint_writer import in_background
@@ -46,11 +46,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 def records() -> Iterator[list[logging.LogRecord]]:
-    handler = Records()
-    LOG.addHandler(handler)
-    LOG.setLevel(logging.INFO)
-    yield handler.records
-    LOG.removeHandler(handler)
+    with received(LOG.name) as records:
+        yield records
 
 
 def test_a_bar_shows_how_far_a_save_is(clock: Clock) -> None:

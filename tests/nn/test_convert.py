@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import satrap
-from module_jobs import PLACES, deployed
+from module_jobs import PLACES, placed
 from satrap import Adagrad, ConfigError, InputError, Normal, Table
 
 
@@ -81,8 +81,8 @@ def test_weights_are_taken_along(where: str) -> None:
     model = Model()
     expected, ids = model.item.weight.detach().clone(), torch.arange(20)
     with (
-        deployed(where) as deployment,
-        satrap.convert(model, Adagrad(), weights=True, deployment=deployment) as embeddings,
+        placed(where) as place,
+        satrap.convert(model, Adagrad(), weights=True, **place) as embeddings,
     ):
         assert torch.equal(model.eval().item(ids), expected)
         assert embeddings.tables["item"].ids().size == 19, "padding has no row"

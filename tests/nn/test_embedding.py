@@ -29,9 +29,9 @@ from module_jobs import (
     item,
     loss_at,
     loss_of,
+    minimize,
     start_rows,
     tables,
-    train,
 )
 from remote_worker_parts import working
 from satrap import (
@@ -74,24 +74,30 @@ def test_training_equals_torch(where: str, optimizer: Any, kind: Any, options: d
         combined = embeddings.optimizer(torch.optim.SGD(own.parameters(), lr=0.1))
         of_torch = [torch.optim.SGD(plain.head.parameters(), lr=0.1)]
         of_torch.append(kind([shared.weight, user.weight], **options))
-        ours = train([combined], lambda step: loss_at(own, step), STEPS)
-        torch.testing.assert_close(ours, train(of_torch, lambda step: loss_at(plain, step), STEPS), rtol=0, atol=1e-6)
+        ours = minimize([combined], lambda step: loss_at(own, step), STEPS)
+        torch.testing.assert_close(
+            ours, minimize(of_torch, lambda step: loss_at(plain, step), STEPS), rtol=0, atol=1e-6
+        )
         for name, expected in (("item", shared.weight), ("user", user.weight)):
             found = start_rows(embeddings, name, NUM_IDS)
             torch.testing.assert_close(found, expected.detach(), rtol=1e-5, atol=1e-6)
         assert embeddings.step == STEPS and not embeddings.counters().lost
 
 
+def train_scores(*declared: Table, **options: Any) -> tuple[list[float], list[Any]]:
+    """Return the losses and the rows."""
+    with embeddings_of(*declared, **options) as embeddings:
+        torch.manual_seed(0)
+        model = Scores.over(embeddings)
+        optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        losses = minimize([optimizer], partial(loss_at, model), STEPS)
+        assert embeddings.step == STEPS and not embeddings.counters().lost
+        return losses, [start_rows(embeddings, name, NUM_IDS).tolist() for name in embeddings.tables]
+
+
 def test_the_rows_have_the_same_bits_here_and_on_servers() -> None:
-    found = []
-    for where in PLACES:
-        with embeddings_of(*tables(), where=where) as embeddings:
-            torch.manual_seed(0)
-            model = Scores.over(embeddings)
-            optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-            losses = train([optimizer], partial(loss_at, model), STEPS)
-            found.append((losses, [start_rows(embeddings, name, NUM_IDS).tolist() for name in embeddings.tables]))
-    assert found[0] == found[1]
+    here, on_servers = (train_scores(*tables(), where=where) for where in PLACES)
+    assert here == on_servers
 
 
 MODES = ("sum", "mean", "max", "weighted")
@@ -184,7 +190,7 @@ def test_activation_checkpointing_applies_gradients_once(reentrant: bool) -> Non
                 found: Tensor = checkpoint(score, *ids, use_reentrant=reentrant) if recompute else score(*ids)
                 return found
 
-            losses = train([optimizer], loss, STEPS)
+            losses = minimize([optimizer], loss, STEPS)
             found.append((losses, start_rows(embeddings, "item", NUM_IDS).tolist()))
     assert found[0] == found[1]
 
@@ -205,7 +211,7 @@ def test_a_compiled_model_has_a_graph_break_and_trains_alike() -> None:
                     whole(*batch(0))
                 reset()
                 model = torch.compile(model, backend="eager")
-            losses = train([optimizer], partial(loss_at, model), STEPS)
+            losses = minimize([optimizer], partial(loss_at, model), STEPS)
             found.append((losses, start_rows(embeddings, "item", NUM_IDS).tolist()))
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-6)
 
@@ -221,7 +227,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(where: str, tmp_path: Path) -
                 optimizer = embeddings.optimizer(torch.optim.Adam(model.parameters(), lr=0.1))
                 run = Checkpoint(tmp_path / str(len(parts)), model, optimizer, embeddings)
                 assert run.resume() == (steps.start > 0) and embeddings.step == steps.start
-                losses = train([optimizer], partial(loss_at, model), len(steps), first=steps.start)
+                losses = minimize([optimizer], partial(loss_at, model), len(steps), first=steps.start)
                 run.save()
                 rows = start_rows(embeddings, "item", NUM_IDS).tolist()
         found.append((losses[-3:], rows))
@@ -290,18 +296,8 @@ def test_dense_parameters_on_servers_need_an_optimizer() -> None:
 
 @pytest.mark.parametrize(("memory", "num_rows"), [(None, None), (4096, None), (None, NUM_IDS)])
 def test_rows_on_a_device_are_those_in_memory(memory: int | None, num_rows: int | None) -> None:
-    found = []
-    on_device: dict[str, Any] = {"device": "cpu", "device_memory": memory}
     declared = [replace(table, num_rows=num_rows) for table in tables()]
-    for options in ({}, on_device):
-        with embeddings_of(*declared, **options) as embeddings:
-            torch.manual_seed(0)
-            model = Scores.over(embeddings)
-            optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-            losses = train([optimizer], partial(loss_at, model), STEPS)
-            found.append((losses, [start_rows(embeddings, name, NUM_IDS).tolist() for name in embeddings.tables]))
-            assert embeddings.step == STEPS and not embeddings.counters().lost
-    assert found[0] == found[1]
+    assert train_scores(*declared, device="cpu", device_memory=memory) == train_scores(*declared)
 
 
 def test_embeddings_in_a_closed_session_are_refused() -> None:
@@ -339,7 +335,7 @@ def test_trainers_equal_one_on_their_joined_batch(
                 losses.append(loss_of(model, *(each.chunk(2)[rank] for each in batch(step))))
             return torch.stack(losses).mean()
 
-        losses = train([optimizer], loss, module_child.STEPS)
+        losses = minimize([optimizer], loss, module_child.STEPS)
         together = np.mean([each["losses"] for each in found], axis=0)
         torch.testing.assert_close(losses, together.tolist(), rtol=0, atol=1e-6)
         for name, values in found[0]["rows"].items():

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, logsigmoid
 
 import satrap
-from module_jobs import PLACES, deployed, train
+from module_jobs import PLACES, minimize, placed
 
 USERS, ITEMS, DIM, SIZE, STEPS = 40, 60, 8, 16, 8
 
@@ -118,13 +118,13 @@ def test_a_converted_model_has_the_losses_of_plain_torch(kind: Callable[[], Any]
     plain = kind()
     own = copy.deepcopy(plain)
     of_torch = torch.optim.Adagrad(plain.parameters(), lr=0.1)
-    with deployed(where) as deployment:
-        embeddings = satrap.convert(own, satrap.Adagrad(lr=0.1), weights=True, deployment=deployment)
+    with placed(where) as place:
+        embeddings = satrap.convert(own, satrap.Adagrad(lr=0.1), weights=True, **place)
         with embeddings:
             dense = list(own.parameters())
             optimizer = embeddings.optimizer(torch.optim.Adagrad(dense, lr=0.1) if dense else None)
-            losses = train([optimizer], lambda step: own(*batch(step)), STEPS)
-            expected = train([of_torch], lambda step: plain(*batch(step)), STEPS)
+            losses = minimize([optimizer], lambda step: own(*batch(step)), STEPS)
+            expected = minimize([of_torch], lambda step: plain(*batch(step)), STEPS)
             assert losses == pytest.approx(expected, rel=0, abs=1e-6) and losses[-1] != losses[0]
             assert embeddings.step == STEPS and not embeddings.counters().lost
             with torch.no_grad():

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from module_jobs import NUM_IDS, PLACES, Scores, batch, deployed, embeddings_of, item, loss_of, start_rows, tables
+from loop import take_step
+from module_jobs import NUM_IDS, PLACES, Scores, batch, embeddings_of, item, loss_of, placed, start_rows, tables
 from satrap import SGD, ConfigError, Embeddings, InputError, Normal, StreamError, Table, Zeros
 from satrap.nn import Embedding, EmbeddingBag
 
@@ -46,11 +47,7 @@ def test_a_prefetched_loop_trains_as_one_without(where: str, ids: Any, share: fl
             loader: Any = [batch(step) for step in range(STEPS)]
             losses = []
             for each in embeddings.prefetch(loader, ids) if prefetched else loader:
-                loss = loss_of(model, *each)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                losses.append(loss.item())
+                losses.append(take_step(loss_of(model, *each), optimizer))
             found.append(torch.tensor(losses))
             found.append(torch.cat([start_rows(embeddings, name, NUM_IDS) for name in embeddings.tables]))
             counted = embeddings.counters()
@@ -144,7 +141,7 @@ def test_every_pass_is_over_the_loader_and_a_break_drops_the_rest() -> None:
 def test_an_evaluation_between_steps_has_every_update(where: str) -> None:
     """The update of the last step is in progress in a thread when the evaluation starts."""
     table = Table("item", 2, optimizer=SGD(lr=1.0), initial=Zeros())
-    with deployed(where) as place, Embeddings({"item": table}, staleness=1, deployment=place) as embeddings:
+    with placed(where) as place, Embeddings({"item": table}, staleness=1, **place) as embeddings:
         module, optimizer, ids = Embedding(embeddings, "item"), embeddings.optimizer(), torch.arange(4)
         for number, _ in enumerate(embeddings.prefetch([ids] * 20, lambda ids: {"item": ids}, overlap=True), 1):
             module.train()(ids).sum().backward()

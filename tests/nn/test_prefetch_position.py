@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from loop import take_step
 from module_jobs import DIM, NUM_IDS, embeddings_of, item, start_rows
 from satrap import Checkpoint, CheckpointError, StreamError
 from satrap.nn import Embedding
@@ -66,11 +67,7 @@ class Job:
             for ids in self.batches:
                 self.passes[-1].append(ids.tolist())
                 noise = torch.rand(())  # must be drawn as in training that was not interrupted
-                loss = (self.head(self.module(ids)) - noise).square().mean()
-                self.optimizer.zero_grad()
-                loss.backward()
-                self.optimizer.step()
-                self.losses.append(loss.item())
+                self.losses.append(take_step((self.head(self.module(ids)) - noise).square().mean(), self.optimizer))
                 if self.embeddings.step == save_at:
                     self.run.save()
                     if stop:

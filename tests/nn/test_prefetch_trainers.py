@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import prefetch_child
-from module_jobs import NUM_IDS, Scores, batch, embeddings_of, loss_of, start_rows, tables, train
+from module_jobs import NUM_IDS, Scores, batch, embeddings_of, loss_of, minimize, start_rows, tables
 from trainers import Trainers
 
 PLACES: dict[str, dict[str, Any]] = {
@@ -47,7 +47,7 @@ def joined(lengths: list[int]) -> tuple[list[float], dict[str, Tensor]]:
             parts = [loss_of(model, *(each.chunk(2)[rank] for each in batch(step))) for rank in ranks]
             return torch.stack(parts).mean()
 
-        losses = train([optimizer], loss, max(lengths), first=1)
+        losses = minimize([optimizer], loss, max(lengths), first=1)
         return losses, {name: start_rows(embeddings, name, NUM_IDS) for name in embeddings.tables}
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import satrap
+from loop import take_step
 
 LR = 0.02
 
@@ -92,11 +93,7 @@ def losses_of(model: Model, optimizer: torch.optim.Optimizer, programs: Iterable
     losses = []
     for program in programs:
         parts = [model.linear(use(model, ids)) for use, ids in program]
-        loss = torch.stack([torch.tanh(part).square().sum() for part in parts]).sum()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+        losses.append(take_step(torch.stack([torch.tanh(part).square().sum() for part in parts]).sum(), optimizer))
     return losses
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from cluster import running_servers
-from module_jobs import embeddings_of, item, start_rows
-from remote_worker_parts import working
+from module_jobs import embeddings_of, item, placed, start_rows
 from satrap import (
     SGD,
     Adagrad,
-    Deployment,
     Embeddings,
     InputError,
     NonFiniteError,
@@ -37,23 +32,7 @@ from satrap.worker.remote.service import _id_gradients
 from satrap.worker.server_group import ServerGroup
 
 NUM_IDS, DIM, SIZE, STEPS = 12, 4, 6, 10
-PLACES = ("here", "servers", "workers", "device")
-
-
-@contextmanager
-def placed(where: str) -> Iterator[dict[str, Any]]:
-    """Yield options of `Embeddings`."""
-    with (
-        running_servers(0 if where in ("here", "device", "direct") else 2) as services,
-        working(int(where == "workers")) as workers,
-    ):
-        if where in ("device", "direct"):
-            yield {"device": "cpu"}
-        elif services:
-            addresses = [each.address for each in services]
-            yield {"deployment": Deployment(addresses, workers=[each.address for each in workers] or None)}
-        else:
-            yield {}
+PLACES = ("here", "servers", "worker", "device")
 
 
 def features(optimizer: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from loop import take_step
 from module_jobs import NUM_IDS, PLACES, embeddings_of, item, noted, noted_calls, noted_reads, start_rows, tables
 from satrap import InputError
 from satrap.nn import Embedding, EmbeddingBag
@@ -48,11 +49,7 @@ def test_modules_called_together_train_as_one_by_one(where: str, monkeypatch: py
                     outputs = call_together(modules, given)
                 else:
                     outputs = [module(*arguments) for module, arguments in zip(modules, given, strict=True)]
-                loss = torch.stack([part.tanh().square().sum() for part in outputs]).sum()
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                losses.append(loss.item())
+                losses.append(take_step(torch.stack([part.tanh().square().sum() for part in outputs]).sum(), optimizer))
             assert calls == ([["item", "user"]] if together else [["item"], ["user"], ["item"], ["user"]]) * 4
             found.append((losses, {name: start_rows(embeddings, name, NUM_IDS).tolist() for name in embeddings.tables}))
     assert found[0] == found[1]
@@ -123,11 +120,7 @@ def test_ids_that_were_not_named_are_one_lookup(where: str, monkeypatch: pytest.
                 )
             for given in loader:
                 outputs = call_together(modules, given)
-                loss = torch.stack([part.tanh().square().sum() for part in outputs]).sum()
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                losses.append(loss.item())
+                losses.append(take_step(torch.stack([part.tanh().square().sum() for part in outputs]).sum(), optimizer))
             assert calls == [["item", "user"]] * 4
             counted = embeddings.counters().module_ids
             assert counted["on the spot"] > 0 and (counted.get("ahead", 0) > 0) is prefetched

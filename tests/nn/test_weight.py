@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import satrap
-from module_jobs import NUM_IDS, PLACES, deployed, embeddings_of, item, start_rows, train
+from module_jobs import NUM_IDS, PLACES, embeddings_of, item, minimize, placed, start_rows
 from satrap import Table
 from satrap.nn import Embedding, EmbeddingBag
 
@@ -45,15 +45,15 @@ def test_a_softmax_over_all_rows_trains_as_in_torch(has_layer: bool, where: str)
     torch.manual_seed(0)
     plain = NextItem(has_layer=has_layer)
     own: Any = copy.deepcopy(plain)
-    with deployed(where) as deployment:
+    with placed(where) as place:
         adam = satrap.Adam(lr=LR)
-        with satrap.convert(own, adam, weights=True, deployment=deployment) as embeddings:
+        with satrap.convert(own, adam, weights=True, **place) as embeddings:
             dense = [name for name, _ in own.named_parameters()]
             assert dense == ["mix.weight", "mix.bias", *(["head.bias"] if has_layer else [])]
             optimizer = embeddings.optimizer(torch.optim.Adam(own.parameters(), lr=LR))
-            losses = train([optimizer], lambda step: own(ids_at(step)), STEPS)
+            losses = minimize([optimizer], lambda step: own(ids_at(step)), STEPS)
             of_torch = torch.optim.Adam(plain.parameters(), lr=LR)
-            expected = train([of_torch], lambda step: plain(ids_at(step)), STEPS)
+            expected = minimize([of_torch], lambda step: plain(ids_at(step)), STEPS)
             assert losses == pytest.approx(expected, rel=1e-5)
             assert embeddings.step == STEPS, "lookups and weight are one update a step"
             found = own.eval().item.weight

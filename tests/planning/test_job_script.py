@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from runs import DEADLINE_SECONDS, is_running, wait_until
+from runs import is_running
 from satrap.errors import ConfigError
 from satrap.planning import job_script
 from satrap.planning.job_script import assumptions_of, observe_script
+from waiting import DEADLINE_SECONDS, wait_until
 
 SCRIPT = Path(__file__).parents[1] / "support/planned_job.py"
 

@@ -11,11 +11,10 @@ from functools import partial
 
 import pytest
 
-from cluster import DEADLINE_SECONDS
 from forks import in_fork
-from rpc_parts import wait_until
 from satrap import collected
 from satrap.collected import close_when_collected
+from waiting import DEADLINE_SECONDS, wait_until
 
 
 class Owner:

@@ -17,7 +17,6 @@ import runpy
 import shlex
 import subprocess
 import sys
-import time
 import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -39,6 +38,7 @@ from satrap.server.protocol import ServerCalls
 from satrap.server.server import Server
 from satrap.worker.remote.protocol import WorkerCalls
 from satrap.worker.remote.service import WorkerService
+from waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -398,9 +398,7 @@ def test_a_site_in_a_folder_finds_words_without_a_network(site: Path, tmp_path: 
         browser.evaluate("document.querySelector('.md-search__input').focus()")
         browser.call("Input.insertText", text="staleness")
         browser.call("Input.dispatchKeyEvent", type="keyUp", key="s")
-        deadline = time.monotonic() + 60
-        while not browser.evaluate("document.querySelectorAll('.md-search-result__item').length"):
-            assert time.monotonic() < deadline, "the search found nothing"
+        wait_until(lambda: browser.evaluate("document.querySelectorAll('.md-search-result__item').length"))
         assert browser.problems == []
         assert [each for each in browser.requests if not each.startswith(("file:", "data:"))] == []
 

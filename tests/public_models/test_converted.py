@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import satrap
-from module_jobs import PLACES, deployed, train
+from module_jobs import PLACES, minimize, placed
 from public_models import MODELS, PublicModel, batch
 
 LR, STEPS = 0.02, 6
@@ -42,10 +42,8 @@ def pair(public: PublicModel, where: str = "here", **options: Any) -> Iterator[t
         if isinstance(module, torch.nn.Embedding) and module.padding_idx is not None:
             module.weight.register_hook(lambda gradient: gradient.index_fill(0, torch.tensor([0]), 0.0))
     with (
-        deployed(where) as deployment,
-        satrap.convert(
-            own, satrap.Adagrad(lr=LR), min_rows=public.min_rows, weights=True, deployment=deployment
-        ) as embeddings,
+        placed(where) as place,
+        satrap.convert(own, satrap.Adagrad(lr=LR), min_rows=public.min_rows, weights=True, **place) as embeddings,
     ):
         dense = list(own.parameters())
         optimizer = embeddings.optimizer(torch.optim.Adagrad(dense, lr=LR) if dense else None)
@@ -61,8 +59,8 @@ def require_same(public: PublicModel, losses: list[float], expected: list[float]
 @pytest.mark.parametrize("where", PLACES)
 def test_the_losses_are_those_of_plain_torch(public: PublicModel, where: str) -> None:
     with pair(public, where) as (plain, of_torch, own, optimizer):
-        losses = train([optimizer], lambda step: public.loss(own, batch(step)), STEPS)
-        require_same(public, losses, train([of_torch], lambda step: public.loss(plain, batch(step)), STEPS))
+        losses = minimize([optimizer], lambda step: public.loss(own, batch(step)), STEPS)
+        require_same(public, losses, minimize([of_torch], lambda step: public.loss(plain, batch(step)), STEPS))
 
 
 def test_accumulated_batches_are_one_step(public: PublicModel) -> None:
@@ -78,7 +76,7 @@ def test_accumulated_batches_are_one_step(public: PublicModel) -> None:
                 half.backward()
             optimizer.step()
             losses.append(sum(half.item() for half in halves))
-        require_same(public, losses, train([of_torch], lambda step: two(plain, step), STEPS))
+        require_same(public, losses, minimize([of_torch], lambda step: two(plain, step), STEPS))
 
 
 def test_recomputed_activations_change_nothing(public: PublicModel) -> None:
@@ -87,21 +85,21 @@ def test_recomputed_activations_change_nothing(public: PublicModel) -> None:
         def recomputed(step: int) -> Any:
             return checkpoint(lambda: public.loss(own, batch(step)), use_reentrant=False)
 
-        losses = train([optimizer], recomputed, STEPS)
-        require_same(public, losses, train([of_torch], lambda step: public.loss(plain, batch(step)), STEPS))
+        losses = minimize([optimizer], recomputed, STEPS)
+        require_same(public, losses, minimize([of_torch], lambda step: public.loss(plain, batch(step)), STEPS))
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch.compile reads .grad of what is no leaf
 def test_a_compiled_model_has_the_same_losses(public: PublicModel) -> None:
     with pair(public) as (plain, of_torch, own, optimizer):
         compiled = torch.compile(own, backend="aot_eager")
-        losses = train([optimizer], lambda step: public.loss(compiled, batch(step)), STEPS)
-        require_same(public, losses, train([of_torch], lambda step: public.loss(plain, batch(step)), STEPS))
+        losses = minimize([optimizer], lambda step: public.loss(compiled, batch(step)), STEPS)
+        require_same(public, losses, minimize([of_torch], lambda step: public.loss(plain, batch(step)), STEPS))
 
 
 def test_a_state_dict_is_loaded(public: PublicModel) -> None:
     with pair(public) as (_, _, own, optimizer):
-        train([optimizer], lambda step: public.loss(own, batch(step)), STEPS)
+        minimize([optimizer], lambda step: public.loss(own, batch(step)), STEPS)
         state = copy.deepcopy(own.state_dict())
         with torch.no_grad():
             expected = public.loss(own.eval(), batch(STEPS)).item()

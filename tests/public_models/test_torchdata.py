@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from loop import take_step
 from module_jobs import DIM, NUM_IDS, embeddings_of, item, start_rows
 from satrap import Checkpoint
 from satrap.nn import Embedding
@@ -44,10 +45,7 @@ def trained(folder: Path, num_workers: int, save_at: int, *, until: int) -> list
         while embeddings.step < until:
             for ids in batches:
                 seen.append(ids.tolist())
-                loss = (head(module(ids)) - torch.rand(())).square().mean()
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
+                take_step((head(module(ids)) - torch.rand(())).square().mean(), optimizer)
                 run.save(every_steps=save_at)
                 if embeddings.step == until:
                     break

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import satrap
-from module_jobs import PLACES, deployed, noted_calls, noted_reads, start_rows, train
+from module_jobs import PLACES, minimize, noted_calls, noted_reads, placed, start_rows
 from satrap import SGD, Adagrad, ConfigError, InputError, Normal, Table, Uniform
 
 torchrec: Any = pytest.importorskip("torchrec", reason="torchrec is not installed: make public-models")
@@ -81,15 +81,15 @@ def test_a_converted_collection_trains_as_before(name: str, where: str) -> None:
     plain = MODELS[name]()
     model = copy.deepcopy(plain)
     with (
-        deployed(where) as deployment,
-        satrap.convert(model, Adagrad(lr=0.1), weights=True, deployment=deployment) as embeddings,
+        placed(where) as place,
+        satrap.convert(model, Adagrad(lr=0.1), weights=True, **place) as embeddings,
     ):
         assert "satrap" in type(model.get_submodule("ec" if name == "sequences" else "ebc")).__module__
         combined = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         dense = torch.optim.SGD(plain.head.parameters(), lr=0.1)
         rows = [weight for path, weight in plain.named_parameters() if "head" not in path]
-        expected = train([dense, torch.optim.Adagrad(rows, lr=0.1)], plain.loss, STEPS)
-        torch.testing.assert_close(train([combined], model.loss, STEPS), expected, rtol=1e-5, atol=1e-6)
+        expected = minimize([dense, torch.optim.Adagrad(rows, lr=0.1)], plain.loss, STEPS)
+        torch.testing.assert_close(minimize([combined], model.loss, STEPS), expected, rtol=1e-5, atol=1e-6)
         for table, weight in zip(embeddings.tables, rows, strict=True):
             found = start_rows(embeddings, table, NUM_IDS)
             torch.testing.assert_close(found, weight.detach(), rtol=1e-5, atol=1e-6)
@@ -176,7 +176,7 @@ def test_torchrecs_dlrm_trains_on_rows_that_begin_as_its_configs_say() -> None:
         assert store.table.initial == Uniform(-((1 / NUM_IDS) ** 0.5), (1 / NUM_IDS) ** 0.5)
         optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         dense = torch.rand(6, 3)
-        losses = train([optimizer], lambda _: (model(dense, jagged(0)) - 1).square().mean(), 30)
+        losses = minimize([optimizer], lambda _: (model(dense, jagged(0)) - 1).square().mean(), 30)
         assert losses[-1] < 0.5 * losses[0]
 
 

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from cluster import DEADLINE_SECONDS, one_table
+from cluster import one_table
 from satrap import ConfigError, Deployment, Embeddings, Reader
 from satrap.rpc import Client, Origin
 from satrap.rpc.release import RELEASE, require_same_release
 from satrap.server.migration.coordinator import Migration
 from satrap.server.protocol import NO_ATTEMPT, ServerCalls
+from waiting import DEADLINE_SECONDS
 
 OTHER = "97.98.99"
 _PROGRAM = """\

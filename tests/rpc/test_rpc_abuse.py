@@ -12,21 +12,11 @@ import numpy as np
 import pytest
 import zmq
 
-from rpc_parts import (
-    DEADLINE_SECONDS,
-    LOOPBACK,
-    Calls,
-    Served,
-    raw_peer,
-    received,
-    request,
-    resident_bytes,
-    server_process,
-    wait_until,
-)
+from rpc_parts import LOOPBACK, Calls, Served, raw_peer, received, request, resident_bytes, server_process
 from satrap.errors import DeadlineError
 from satrap.rpc import Client, Limits, Service
 from satrap.rpc.header import Header, Kind
+from waiting import DEADLINE_SECONDS, wait_until
 
 
 def mutated(rng: random.Random) -> list[bytes]:

@@ -18,7 +18,6 @@ from forks import in_fork
 from logged import logged
 from rpc_parts import (
     ANYWHERE,
-    DEADLINE_SECONDS,
     INTS,
     JSON,
     REALS,
@@ -30,12 +29,12 @@ from rpc_parts import (
     request,
     same,
     server_process,
-    wait_until,
 )
 from satrap import errors
 from satrap.errors import ConfigError, DeadlineError, ForkError, InputError, NonFiniteError, RpcError
 from satrap.rpc import Client, Limits, Origin, Service
 from satrap.rpc.header import Kind
+from waiting import DEADLINE_SECONDS, wait_until
 
 
 @pytest.fixture(scope="module")

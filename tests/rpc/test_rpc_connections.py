@@ -15,11 +15,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rpc_parts import DEADLINE_SECONDS, LOOPBACK, Calls, Served, resident_bytes, server_process, wait_until
+from rpc_parts import LOOPBACK, Calls, Served, resident_bytes, server_process
 from satrap.errors import InputError
 from satrap.rpc import Client, Keys, Limits, Service
 from satrap.rpc.guard import Connections
 from satrap.rpc.keys import create_keys
+from waiting import DEADLINE_SECONDS, wait_until
 
 MB = 1 << 20
 

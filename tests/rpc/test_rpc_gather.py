@@ -5,8 +5,9 @@ import gc
 import numpy as np
 import pytest
 
-from rpc_parts import ANYWHERE, DEADLINE_SECONDS, Calls, Served
+from rpc_parts import ANYWHERE, Calls, Served
 from satrap.rpc import Client, Gathers, Service, send_all
+from waiting import DEADLINE_SECONDS
 
 
 def doubled(gathers: Gathers, clients: list[Client[Calls]], number: int) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -12,13 +11,15 @@ import pytest
 import zmq
 from benchmarks.cluster.proxy import CountingProxy
 
+from child_processes import silent_server
 from logged import logged
-from rpc_parts import DEADLINE_SECONDS, LOOPBACK, Calls, FrameProxy, Served
+from rpc_parts import LOOPBACK, Calls, FrameProxy, Served
 from satrap.errors import DeadlineError
 from satrap.rpc import Client, Keys, Service
 from satrap.rpc.handshakes import Handshakes, expects_keys
 from satrap.rpc.keys import create_keys
 from satrap.rpc.values import PIECE_BYTES
+from waiting import DEADLINE_SECONDS
 
 MARK = b"the ids of this batch, sixty-four bytes that must stay unread!!!"
 
@@ -126,15 +127,17 @@ def test_a_client_that_was_refused_connects_to_the_next_server(tmp_path: Path) -
 def test_a_port_that_closes_every_connection_is_waited_for(tmp_path: Path) -> None:
     """A proxy without a server behind it does so; it has no keys of another pair."""
     server, key = (Keys.read(path) for path in create_keys(tmp_path))
-    with ThreadPoolExecutor(1) as pool, socket.create_server(("127.0.0.1", 0)) as listener:
-        address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
-        with Client(Calls, address, key, deadline=DEADLINE_SECONDS) as waiting:
-            call = pool.submit(waiting.call.add, 1)
-            for _ in range(45):
-                listener.accept()[0].close()
-            listener.close()
-            with Service(Served(), Calls, address, server):
-                assert call.result() == 1
+    with (
+        ThreadPoolExecutor(1) as pool,
+        silent_server() as (listener, address),
+        Client(Calls, address, key, deadline=DEADLINE_SECONDS) as waiting,
+    ):
+        call = pool.submit(waiting.call.add, 1)
+        for _ in range(45):
+            listener.accept()[0].close()
+        listener.close()
+        with Service(Served(), Calls, address, server):
+            assert call.result() == 1
 
 
 @pytest.mark.parametrize("secured", [True, False])
@@ -151,18 +154,20 @@ def test_a_server_that_replaces_another_program_is_found(tmp_path: Path, monkeyp
     """ZeroMQ silently abandons a peer that gives such an answer."""
     monkeypatch.setattr("satrap.rpc.channel._RECONNECT_SECONDS", 0.5)
     server, key = (Keys.read(path) for path in create_keys(tmp_path))
-    with ThreadPoolExecutor(1) as pool, socket.create_server(("127.0.0.1", 0)) as listener:
-        address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
-        with Client(Calls, address, key, deadline=DEADLINE_SECONDS) as waiting:
-            call = pool.submit(waiting.call.add, 1)
-            peer, _ = listener.accept()
-            with peer, suppress(ConnectionResetError):
-                peer.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-                while peer.recv(1000):
-                    pass
-            listener.close()
-            with Service(Served(), Calls, address, server):
-                assert call.result() == 1
+    with (
+        ThreadPoolExecutor(1) as pool,
+        silent_server() as (listener, address),
+        Client(Calls, address, key, deadline=DEADLINE_SECONDS) as waiting,
+    ):
+        call = pool.submit(waiting.call.add, 1)
+        peer, _ = listener.accept()
+        with peer, suppress(ConnectionResetError):
+            peer.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            while peer.recv(1000):
+                pass
+        listener.close()
+        with Service(Served(), Calls, address, server):
+            assert call.result() == 1
 
 
 def test_a_connection_may_be_lost_at_any_time_after_it_came_back() -> None:

@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from rpc_parts import DEADLINE_SECONDS, Calls, Served, server_process
+from rpc_parts import Calls, Served, server_process
 from satrap.errors import ConfigError
 from satrap.rpc import Client, Keys, Service
 from satrap.rpc.address import MAX_PATH_BYTES
 from satrap.rpc.keys import create_keys
+from waiting import DEADLINE_SECONDS
 
 STRANGER = 65534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user, too")

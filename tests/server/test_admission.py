@@ -19,14 +19,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster import DEADLINE_SECONDS
-from runs import wait_until
 from satrap.errors import AttemptError, ConfigError, MovedError, NotReadyError, SatrapError
 from satrap.rpc import Origin
 from satrap.server.call_fence import CallFence
 from satrap.server.protocol import NO_ATTEMPT
 from satrap.server.server_log import ServerLog, _step
 from satrap.server.state import FencingToken, ServerState
+from waiting import DEADLINE_SECONDS, wait_until
 
 
 @dataclass

@@ -15,14 +15,15 @@ import pytest
 
 import rpc_parts  # noqa: F401  starts a thread that pyzmq keeps
 from bag_oracle import draw_bags
-from cluster import ANYWHERE, contents, features, server_processes, sharded_worker, step_both
-from runs import wait_until
+from cluster import ANYWHERE, features, server_processes, sharded_worker, step_both
+from contents import contents
 from satrap.rpc import Client, Keys, Origin, Service
 from satrap.rpc.keys import create_keys
 from satrap.server.migration.arrival import Arrival, next_action
 from satrap.server.protocol import ServerCalls
 from satrap.server.server import Server
 from satrap.worker.local_rows import local_worker
+from waiting import wait_until
 
 MEMBER = {"number": 0, "addresses": ["a", "b"], "leaves": False}
 

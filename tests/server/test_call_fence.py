@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from bag_oracle import update
-from cluster import batch, contents, features, one_table, running_servers, server_processes, sharded_worker
+from cluster import batch, features, one_table, running_servers, server_processes, sharded_worker
+from contents import contents
 from satrap.config.job import Job
 from satrap.errors import ConfigError
 from satrap.rpc import Client, Origin

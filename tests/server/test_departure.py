@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 
 import rpc_parts  # noqa: F401  starts a thread that pyzmq keeps
 from bag_oracle import draw_bags
-from cluster import ANYWHERE, DEADLINE_SECONDS, contents, features, server_processes, sharded_worker, step_both
+from cluster import ANYWHERE, features, server_processes, sharded_worker, step_both
+from contents import contents
 from logged import logged
 from satrap.rpc import Client, Keys, Origin, Service
 from satrap.rpc.keys import create_keys
@@ -29,6 +30,7 @@ from satrap.server.migration.departure import Answer, Departure, next_action, ow
 from satrap.server.protocol import ServerCalls
 from satrap.server.server import Server
 from satrap.worker.local_rows import local_worker
+from waiting import DEADLINE_SECONDS
 
 ANSWERS = st.sampled_from(["leaves", "stays", "silent"])
 

@@ -14,17 +14,8 @@ import pytest
 import torch
 
 from bag_oracle import draw_bags, update
-from cluster import (
-    ANYWHERE,
-    batch,
-    contents,
-    features,
-    one_table,
-    running_servers,
-    server_processes,
-    sharded_worker,
-    step_both,
-)
+from cluster import ANYWHERE, batch, features, one_table, running_servers, server_processes, sharded_worker, step_both
+from contents import contents
 from faults import killed_at_random
 from rpc_parts import FrameProxy
 from satrap import SGD, Constant, Deployment, Embeddings, Table

@@ -19,11 +19,12 @@ from numpy.typing import NDArray
 
 import rpc_parts  # noqa: F401  starts a thread that pyzmq keeps
 from bag_oracle import draw_bags, update
-from cluster import ANYWHERE, DEADLINE_SECONDS, batch, contents, features, running_servers, sharded_worker, step_both
+from cluster import ANYWHERE, batch, features, one_table, running_servers, sharded_worker, step_both
+from contents import contents
 from faults import killed_at_random
 from satrap.config.features import Features
 from satrap.config.optimizers import SGD, Adagrad
-from satrap.config.tables import MinCount, Normal, Table, Zeros
+from satrap.config.tables import MinCount, Normal, Zeros
 from satrap.errors import ConfigError, DeadlineError, NotReadyError, SnapshotError
 from satrap.rpc import Client, Origin, Service
 from satrap.server.migration.coordinator import Migration
@@ -32,15 +33,15 @@ from satrap.server.server import Server
 from satrap.worker.local_rows import local_worker
 from satrap.worker.worker import Worker
 from tour import TOUR, Tour
+from waiting import DEADLINE_SECONDS
 
 pytestmark = pytest.mark.draw(3)
 EXACT = np.arange(200, dtype=np.uint64)  # ids of tables whose rows stay exact
 
 
 def table(**options: Any) -> Features:
-    return Features(
-        {"id": Table("t", dim=2, num_buckets=16, **{"optimizer": SGD(lr=0.25), "initial": Zeros(), **options})}
-    )
+    given: dict[str, Any] = {"num_buckets": 16, "optimizer": SGD(lr=0.25), "initial": Zeros()}
+    return one_table(**given | options)
 
 
 def test_admission_and_eviction_state_migrates(rng: np.random.Generator) -> None:
@@ -73,7 +74,7 @@ def train_exactly(workers: list[Any], seed: int, ahead: int, over: Callable[[], 
     ended = [False] * len(workers)
     agreed = threading.Barrier(len(workers))
 
-    def train(rank: int) -> None:
+    def train_until_over(rank: int) -> None:
         draw, worker = np.random.default_rng([seed, rank]), workers[rank]
         looked_up: deque[tuple[int, Any, NDArray[np.float32]]] = deque()
         for step in range(1, 100_000):
@@ -96,7 +97,7 @@ def train_exactly(workers: list[Any], seed: int, ahead: int, over: Callable[[], 
 
     def guarded(rank: int) -> None:
         try:
-            train(rank)
+            train_until_over(rank)
         except BaseException:
             agreed.abort()
             raise

@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 
-from cluster import DEADLINE_SECONDS
 from logged import logged
-from runs import wait_until
 from satrap.errors import NotReadyError
 from satrap.rpc import Origin
 from satrap.server.migration import arrival, coordinator, departure
 from satrap.server.migration.arrival import Arrival
 from satrap.server.migration.departure import Departure
+from waiting import DEADLINE_SECONDS, wait_until
 
 IN_NO_JOB: dict[str, Any] = {}
 MEMBER: dict[str, Any] = {"number": 1, "addresses": ["a", "own", "b"], "leaves": False, "buckets": {"owned": 5}}

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cluster import ANYWHERE, batch, contents, one_table, sharded_worker
+from cluster import ANYWHERE, batch, one_table, sharded_worker
+from contents import contents
 from satrap.config.regular_file import read_regular
 from satrap.errors import InputError, SnapshotError
 from satrap.rpc import Service

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from bag_oracle import update
-from cluster import ANYWHERE, batch, contents, one_table, running_servers, sharded_worker
-from loop import batches, bits, job, train_step
+from cluster import ANYWHERE, batch, one_table, running_servers, sharded_worker
+from contents import bits, contents
+from loop import batches, job, train_step
 from satrap import Checkpoint
 from satrap.config.features import Features
 from satrap.config.optimizers import Adagrad
@@ -41,7 +42,7 @@ def life() -> Features:
     return Features({"id": Table("t", dim=2, num_buckets=16, initial=Normal(), optimizer=Adagrad(lr=0.1), **options)})
 
 
-def train(workers: list[Any], rng: np.random.Generator, step: int) -> None:
+def step_all(workers: list[Any], rng: np.random.Generator, step: int) -> None:
     ids = rng.zipf(1.2, size=60) % 2000
     for each in workers:
         looked = each.lookup(batch(ids), step=step)
@@ -84,7 +85,7 @@ def test_cuts_stay_as_they_were_while_rows_are_trained_and_migrate(rng: np.rando
         with Tour([each.address for each in services], group_bytes=1000) as tour:
             while not tour.over() or saved < 3:
                 step += 1
-                train([local, worker], rng, step)
+                step_all([local, worker], rng, step)
                 if step % 4:
                     continue
                 cut, expected, rows = worker.tables.take_cut(), contents(local, UNIVERSE), len(local.tables["t"])
@@ -92,7 +93,7 @@ def test_cuts_stay_as_they_were_while_rows_are_trained_and_migrate(rng: np.rando
                 writer = writers.submit(cut.write, {"t": folder}, is_full=True)
                 while not writer.done():
                     step += 1
-                    train([local, worker], rng, step)
+                    step_all([local, worker], rng, step)
                 assert writer.result() == {"t": rows}
                 assert restored(folder) == expected
                 saved += 1

@@ -14,9 +14,8 @@ import pytest
 import zmq
 
 from bag_oracle import update
-from cluster import ANYWHERE, DEADLINE_SECONDS, batch, one_table, running_servers, sharded_worker
+from cluster import ANYWHERE, batch, one_table, running_servers, sharded_worker
 from oracle import COUNTERS, Oracle
-from rpc_parts import wait_until
 from satrap import transfer
 from satrap.cli.http import StatusEndpoint
 from satrap.config.tables import MinCount
@@ -28,6 +27,7 @@ from satrap.server.server import Server
 from satrap.server.status import server_samples
 from satrap.table.snapshot import verified_file
 from scrape import Numbers, get, number, scrape
+from waiting import DEADLINE_SECONDS, wait_until
 
 
 @contextmanager
@@ -49,7 +49,7 @@ def table_numbers(numbers: Numbers) -> dict[str, float]:
     }
 
 
-def train(worker: Any, step: int, ids: Any, gradient: float) -> None:
+def update_ids(worker: Any, step: int, ids: Any, gradient: float) -> None:
     found = worker.lookup(batch(ids), step=step)
     assert found.ticket is not None
     worker.update([found.ticket], [np.full_like(found.block, gradient)], [{}], step=step)
@@ -67,7 +67,7 @@ def test_scraped_numbers_are_what_was_done(tmp_path: Path, seed: int) -> None:
         steps = [draw.integers(0, each, 20).astype(np.uint64) for each in of_step]
         with sharded_worker(features, [service.address]) as worker:
             for step, ids in enumerate(steps, 1):
-                train(worker, step, ids, np.nan if step == len(steps) else 1.0)
+                update_ids(worker, step, ids, np.nan if step == len(steps) else 1.0)
             numbers = scrape(url)
             stats = worker.tables["t"].stats() | {"skipped": 0}  # by this process, before the server sees them
             version = worker.tables["t"].save(tmp_path / "saved")
@@ -154,7 +154,7 @@ def test_a_restore_in_progress_is_shown_and_delays_no_status(tmp_path: Path, mon
         sharded_worker(one_table(), [service.address]) as worker,
         Client(ServerCalls, service.address) as client,
     ):
-        train(worker, 1, np.arange(50), 1.0)
+        update_ids(worker, 1, np.arange(50), 1.0)
         worker.tables["t"].save(tmp_path / "saved")
         imported, may_continue = threading.Event(), threading.Event()
 

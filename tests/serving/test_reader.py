@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import re
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -19,8 +18,10 @@ import torch
 
 from bag_oracle import draw_bags
 from checkpoint_job import Job as SavedJob
-from cluster import DEADLINE_SECONDS, IDS, features, running_servers, server_processes
-from loop import NUM_IDS, batches, bits, job, loss_of, tables, train
+from child_processes import silent_server
+from cluster import features, running_servers, server_processes
+from contents import IDS, bits
+from loop import NUM_IDS, batches, job, tables, train, train_step
 from satrap import (
     AttemptError,
     Checkpoint,
@@ -46,6 +47,7 @@ from satrap.server.migration.coordinator import Migration
 from satrap.table.table_group import TableGroup
 from satrap.worker.reader_servers import ReaderServers
 from satrap.worker.server_group import ServerGroup
+from waiting import DEADLINE_SECONDS
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 EVERY = np.arange(NUM_IDS + 5, dtype=np.uint64)  # some of the ids have no row
@@ -155,9 +157,7 @@ def test_a_snapshot_of_one_table(tmp_path: Path) -> None:
 
 def train_until(embeddings: Embeddings, model: Any, optimizer: Any, data: Any, last: int) -> None:
     for batch in embeddings.stream(data):
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        optimizer.step()
+        train_step(model, optimizer, batch)
         if batch.step == last:
             break
 
@@ -272,16 +272,10 @@ def test_it_waits_for_a_server_that_lost_its_job(tmp_path: Path) -> None:
         assert later.result(DEADLINE_SECONDS) == 3
 
 
-def silent_server(stack: ExitStack) -> str:
-    """Return the address of a server that accepts connections but does not reply."""
-    listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-    return f"tcp://127.0.0.1:{listener.getsockname()[1]}"
-
-
 def test_one_of_several_servers_may_not_reply() -> None:
     with running_servers(2) as services, ExitStack() as stack:
         known, empty = (each.address for each in services)
-        first, second = silent_server(stack), silent_server(stack)
+        (_, first), (_, second) = (stack.enter_context(silent_server()) for _ in range(2))
         embeddings, model, optimizer = job(servers=[known])
         stack.enter_context(embeddings)
         train_until(embeddings, model, optimizer, batches(2), 2)

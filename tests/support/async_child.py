@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from loop import Net, batches, loss_of, tables
+from loop import Net, batches, loss_of, tables, take_step
 from satrap import Checkpoint, CheckpointError, Deployment, Embeddings, Inputs
 
 NUM_WHOLE = 5000
@@ -77,11 +77,9 @@ def main(rank: int, world_size: int, rendezvous: str, job: dict[str, Any]) -> No
             if [rank, batch.step] == job["wait_at"]:
                 say({"at": batch.step})
                 sys.stdin.readline()
-            loss = model.loss(rank, batch) if job["whole"] else loss_of(model, batch)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            found["losses"].append(loss.item())
+            found["losses"].append(
+                take_step(model.loss(rank, batch) if job["whole"] else loss_of(model, batch), optimizer)
+            )
             try:
                 if run is not None and job["every"]:
                     run.save(every_steps=job["every"][rank])

@@ -23,9 +23,9 @@ from lean_torch import skip_compiler
 from satrap import Adagrad, Adam, Checkpoint, Deployment, Embeddings, Inputs, MinCount, Position, Table
 from satrap.checkpoint.run_owner import OWNER
 from satrap.config.location import is_url
+from waiting import DEADLINE_SECONDS
 
 SIZE, NUM_IDS = 16, 200
-DEADLINE_SECONDS = 240
 
 
 class Source:

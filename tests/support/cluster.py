@@ -15,8 +15,6 @@ from typing import Any
 import numpy as np
 
 from rpc_parts import ANYWHERE as ANYWHERE
-from rpc_parts import DEADLINE_SECONDS as DEADLINE_SECONDS
-from rpc_parts import wait_until
 from satrap.config.features import Features
 from satrap.config.job import Job
 from satrap.config.optimizers import SGD, Adagrad, RowWiseAdagrad
@@ -28,8 +26,7 @@ from satrap.server.server import Server
 from satrap.worker import sharded_rows
 from satrap.worker.server_group import ServerGroup
 from satrap.worker.worker import Worker
-
-IDS = np.arange(60, dtype=np.uint64)
+from waiting import DEADLINE_SECONDS, wait_until
 
 
 def features() -> Features:
@@ -53,7 +50,8 @@ def features() -> Features:
 
 
 def one_table(**options: Any) -> Features:
-    return Features({"id": Table("t", optimizer=Adagrad(lr=0.1), **{"dim": 2, "num_buckets": 8, **options})})
+    given: dict[str, Any] = {"dim": 2, "optimizer": Adagrad(lr=0.1), "num_buckets": 8}
+    return Features({"id": Table("t", **given | options)})
 
 
 def batch(ids: Any) -> Inputs:
@@ -76,11 +74,6 @@ def sharded_worker(of: Features, addresses: list[str], *, seed: int = 0, **optio
         yield sharded_rows.sharded_worker(of, servers, num_threads=2)
     finally:
         servers.close()
-
-
-def contents(worker: Worker, ids: Any = IDS) -> dict[str, list[bytes]]:
-    """Return values, state and presence of every row, as bits."""
-    return {name: [part.tobytes() for part in table.read(ids)] for name, table in worker.tables.items()}
 
 
 def step_both(workers: list[Worker], rng: np.random.Generator, bags: list[Any], step: int) -> None:

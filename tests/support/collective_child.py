@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import trainer_child
+from contents import PLACE, counted_contents
 from loop import Net, batches, loss_of, train_step
 from satrap import (
     SGD,
@@ -48,6 +49,8 @@ from satrap.interrupts import SLICE_SECONDS
 from satrap.train import open_worker
 
 NUM_IDS = 40
+UNCOUNTED = (*PLACE, "lookups", "hits", "refused")
+"""An id that several trainers look up together counts once."""
 SHARDED = {"replicated": ("item", "user", "rare", "last"), "columns": ("item", "tiny", "rare", "last")}
 
 
@@ -176,7 +179,8 @@ def compare(job: dict[str, Any]) -> dict[str, Any]:
     stream.end_lookups()
     stream.end_updates()
     dist.barrier()
-    found = [contents(worker, ids) for worker in workers]
+    found = [counted_contents(worker, ids, UNCOUNTED) for worker in workers]
+    assert workers[1].truncated == workers[0].truncated
     for name, expected in found[0].items():
         assert found[1][name] == expected, name
     rows = {name: len(table) for name, table in workers[1].tables.items()}
@@ -457,17 +461,6 @@ def update(
     there = [None if block is None else block.to(place) for block in tensors]
     of_there = [{name: rows.to(place) for name, rows in each.items()} for each in of_sequences]
     workers[1].update([each.ticket for each in looked[1]], there, of_there, **how)
-
-
-def contents(worker: Any, ids: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {"truncated": worker.truncated}
-    for name, table in worker.tables.items():
-        table.check()
-        # An id that several trainers look up together counts once.
-        uncounted = "bytes", "lookups", "hits", "refused", "on_device", "at_home", "moved_in", "moved_out"
-        counts = {key: n for key, n in table.stats().items() if key not in uncounted}
-        found[name] = counts, [part.tobytes().hex() for part in table.read(ids)]
-    return found
 
 
 def main(rank: int, world_size: int, rendezvous: str, job: dict[str, Any]) -> None:

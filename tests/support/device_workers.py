@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,16 +15,16 @@ import torch
 from numpy.typing import NDArray
 
 from bag_oracle import UNIVERSE, draw_bags
-from satrap import Table
+from cluster import step_both
+from contents import worker_contents
+from loop import Net, job, loss_of
+from satrap import Adagrad, Checkpoint, Embeddings, Table
 from satrap.config.features import Features
 from satrap.data.inputs import Inputs
 from satrap.device.device_worker import device_worker
 from satrap.errors import CapacityError, NonFiniteError
 from satrap.worker.local_rows import local_worker
 from satrap.worker.worker import LookupResult
-
-TIERS = ("on_device", "at_home", "moved_in", "moved_out")
-"""Counters of where rows are."""
 
 
 class ArrayWorker:
@@ -103,19 +105,8 @@ def pair(declared: Features, seed: int = 3, device: str = "cpu") -> list[Any]:
     ]
 
 
-def contents(worker: Any, ids: NDArray[np.uint64] = UNIVERSE) -> Any:
-    found = []
-    for store in worker.tables.values():
-        store.check()
-        stats = store.stats()
-        assert stats.get("on_device", 0) + stats.get("at_home", 0) == (stats["rows"] if "on_device" in stats else 0)
-        counts = {name: count for name, count in stats.items() if name not in ("bytes", *TIERS)}
-        found.append((counts, [part.tobytes() for part in store.read(ids)]))
-    return found, worker.truncated, worker.tables.latest_step
-
-
 def assert_equal(workers: Sequence[Any], ids: NDArray[np.uint64] = UNIVERSE) -> None:
-    expected, *others = [contents(worker, ids) for worker in workers]
+    expected, *others = [worker_contents(worker, ids) for worker in workers]
     for found in others:
         assert found == expected
 
@@ -181,6 +172,18 @@ def take_random_steps(
         assert_equal(workers, ids)
 
 
+def take_steps_of_every_size(workers: Sequence[Any], rng: np.random.Generator, ids: NDArray[np.uint64]) -> None:
+    """Make the same lookups and updates of one batch or two on each worker, whose rows must be the same bits."""
+    for step in range(1, 7):
+        num_batches = 1 + step % 2
+        size = int(rng.choice([1, 7, 40] if num_batches == 1 else [7, 40]))  # a batch without ids joins in the core
+        bags = [draw_bags(rng, workers[0].features, size) for _ in range(num_batches)]
+        evaluated = {worker.lookup(bags[0].inputs(), train=False).block.tobytes() for worker in workers}
+        assert len(evaluated) == 1
+        step_both(list(workers), rng, bags, step)
+    assert_equal(workers, ids)
+
+
 def three_features(table: Table, padding_id: int | None = None) -> Features:
     return Features({"item": table, "path": table.sequence(2), "bag": table.bag("mean", padding_id=padding_id)})
 
@@ -204,3 +207,49 @@ def give_gradients_that_are_not_finite(
                 worker.update([ticket], [np.zeros_like(block)], step=step)
         assert len(messages) in (0, len(workers)) and len(set(messages)) <= 1
         assert_equal(workers, ids)
+
+
+def user_and_item(**options: Any) -> dict[str, Any]:
+    """Return features whose rows have 32 bytes on a device. options: of the table of items."""
+    item = Table("item", dim=4, optimizer=Adagrad(lr=0.1), num_buckets=2, **options)
+    user = Table("user", dim=4, optimizer=Adagrad(lr=0.1), num_buckets=2)
+    return {"user": user, "item": item, "history": item.bag("mean")}
+
+
+class FoundAhead:
+    """Notes the steps whose batches a worker has found ahead of their lookup."""
+
+    def __init__(self, worker: Any) -> None:
+        self.steps: list[int] = []
+        self._changed, self._resolve, worker.resolve = threading.Condition(), worker.resolve, self._note
+
+    def wait_for(self, step: int) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: step in self.steps, 30)
+
+    def _note(self, inputs: Inputs, **at: int) -> Any:
+        request = self._resolve(inputs, **at)
+        with self._changed:
+            self.steps.append(at["step"])
+            self._changed.notify()
+        return request
+
+
+def train_in_parts(
+    folder: Path, data: list[Inputs], features: Any, parts: Sequence[dict[str, Any]], steps: int, **how: Any
+) -> tuple[Embeddings, Net]:
+    """Train one part of `steps` steps after the other, the last one to the end of the data; each resumes from the
+    checkpoint that the one before saved. parts: options of `Embeddings`. how: options of the stream."""
+    for number, options in enumerate(parts, 1):
+        embeddings, model, optimizer = job(dense=how.get("device", "cpu"), features=features, seed=3, **options)
+        run = Checkpoint(folder, model, optimizer, embeddings, data, full_every=2)
+        assert run.resume() == (number > 1)
+        for batch in embeddings.stream(data, **how):
+            loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if batch.step == number * steps and number < len(parts):
+                run.save()
+                break
+        embeddings.drain()
+    return embeddings, model

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import collective_child
 import trainer_child
@@ -25,6 +24,7 @@ from satrap.data.inputs import Inputs
 from satrap.device.direct_collective_rows import DirectCollectiveRows
 from satrap.errors import InputError
 from satrap.train import open_worker
+from torch_calls import READS, CountedCalls, IdleKernels
 
 WRONG: dict[str, Any] = {"too large": 10**6, "negative": -1}
 
@@ -66,31 +66,6 @@ def refuse(job: dict[str, Any], rank: int) -> dict[str, Any]:
     return state
 
 
-class _Calls(TorchDispatchMode):
-    """Counts the operations of torch, as many as a device would be given."""
-
-    counts: dict[str, int]
-
-    def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts["operations"] += 1
-        return call(*args, **(kwargs or {}))
-
-
-class _Stubs:
-    """Kernels that do nothing."""
-
-    @staticmethod
-    def pool(*args: Any) -> None:
-        """Pool nothing."""
-
-    @staticmethod
-    def update(*args: Any) -> None:
-        """Update nothing."""
-
-
-_WAITS = ("item", "tolist", "cpu", "__bool__", "__int__", "__float__", "nonzero", "unique")
-
-
 def count_costs(job: dict[str, Any]) -> dict[str, Any]:
     """Take steps with 26 tables, each found ahead. For each batch size return what a step asks for: operations of
     torch, tensors that the host reads, collectives of the devices; or, with "seconds", those of CPU: of the calling
@@ -102,7 +77,7 @@ def count_costs(job: dict[str, Any]) -> dict[str, Any]:
     worker: Any = embeddings.worker
     rows: Any = worker.rows
     if job.get("stubs"):
-        rows._kernels = rows._updates._owned()._kernels = _Stubs
+        rows._kernels = rows._updates._owned()._kernels = IdleKernels
     counts: dict[str, Any] = dict.fromkeys(("operations", "reads", "ids and rows"), 0)
     counts["seconds"] = 0.0
     count = partial(_timed, counts) if job.get("seconds") else partial(_counted, counts)
@@ -131,10 +106,11 @@ def count_costs(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _counted(counts: dict[str, Any], call: Any, *args: Any) -> Any:
-    calls: Any = _Calls()  # type: ignore[no-untyped-call]
-    calls.counts = counts
+    calls: Any = CountedCalls()  # type: ignore[no-untyped-call]
     with calls:
-        return call(*args)
+        result = call(*args)
+    counts["operations"] += calls.count
+    return result
 
 
 def _timed(counts: dict[str, Any], call: Any, *args: Any) -> Any:
@@ -154,7 +130,7 @@ def _count_reads(rows: Any, counts: dict[str, Any]) -> None:
         return all_to_all(*args, **options)
 
     dist.all_to_all_single = note
-    for name in _WAITS:
+    for name in READS:
         setattr(torch.Tensor, name, _noted(getattr(torch.Tensor, name), counts))
 
 

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from bag_oracle import draw_bags
-from cluster import ServerProcess, contents, features, server_processes, sharded_worker, step_both, suspend
+from cluster import ServerProcess, features, server_processes, sharded_worker, step_both, suspend
+from contents import contents
 from network import ADDRESSES, SERVER, TRAINER, Network, Weather, network
 from satrap.rpc.keys import Keys, create_keys
 from satrap.worker.worker import Worker
@@ -100,7 +101,7 @@ def killed_at_random(
         yield servers, over
 
 
-def train_until(over: threading.Event, local: Worker, worker: Any, rng: np.random.Generator) -> int:
+def train_both_until(over: threading.Event, local: Worker, worker: Any, rng: np.random.Generator) -> int:
     """Train both on the same batches until `over`; the rows must be equal bit for bit. Returns the number of steps."""
     step = 0
     while not over.is_set() or step < 20:

@@ -10,8 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from satrap.errors import ForkError
-
-DEADLINE_SECONDS = 240
+from waiting import DEADLINE_SECONDS
 
 
 def in_fork(body: Callable[[], None]) -> None:
@@ -20,7 +19,7 @@ def in_fork(body: Callable[[], None]) -> None:
     if child == 0:
         status = 1
         try:
-            signal.alarm(DEADLINE_SECONDS)
+            signal.alarm(int(DEADLINE_SECONDS))
             body()
             status = 0
         except BaseException:

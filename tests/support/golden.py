@@ -55,7 +55,7 @@ TABLES = [
 ]
 
 
-def train(store: Store, first: int, last: int) -> None:
+def take_steps(store: Store, first: int, last: int) -> None:
     """Runs the steps `first` to `last` - 1; each is a function of its number alone."""
     for step in range(first, last):
         rng = np.random.default_rng([SEED, step])
@@ -91,15 +91,15 @@ def make(folder: Path, scratch: Path) -> Iterator[str]:
     for table in TABLES:
         place = folder / table.name
         store = Store(table, seed=SEED, num_threads=1, shared=scratch / table.name)
-        train(store, 1, STEPS)
+        take_steps(store, 1, STEPS)
         version = store.save(place / "full")
         np.savez_compressed(place / "full.npz", **state(store))  # type: ignore[arg-type]
-        train(store, STEPS, STEPS + MORE_STEPS)
+        take_steps(store, STEPS, STEPS + MORE_STEPS)
         store.save_changes(place / "changes", since=version)
         np.savez_compressed(place / "changes.npz", **state(store))  # type: ignore[arg-type]
         with open(scratch / table.name, "rb") as file, gzip.open(place / "shared.gz", "wb") as packed:
             shutil.copyfileobj(file, packed)
-        train(store, STEPS + MORE_STEPS, STEPS + MORE_STEPS + 1)
+        take_steps(store, STEPS + MORE_STEPS, STEPS + MORE_STEPS + 1)
         np.savez_compressed(place / "next.npz", **state(store))  # type: ignore[arg-type]
         yield table.name
     job = Job(str(folder / "run"), 4, full_every=3)

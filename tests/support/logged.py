@@ -25,18 +25,29 @@ class Records(logging.Handler):
 
 
 @contextmanager
-def logged(name: str, match: str, level: int = logging.WARNING) -> Iterator[list[logging.LogRecord]]:
-    """Expects a record of the logger at this level that matches. No other handler gets the logger's records."""
+def received(name: str, level: int = logging.INFO) -> Iterator[list[logging.LogRecord]]:
+    """Collects the records of a logger, and of those below it, from this level on."""
     logger, handler = logging.getLogger(name), Records()
-    before = logger.propagate, logger.level
+    before = logger.level
     logger.addHandler(handler)
-    logger.propagate = False
     logger.setLevel(level)
     try:
         yield handler.records
     finally:
         logger.removeHandler(handler)
-        logger.propagate = before[0]
-        logger.setLevel(before[1])
-    found = [each.getMessage() for each in handler.records if each.levelno == level]
+        logger.setLevel(before)
+
+
+@contextmanager
+def logged(name: str, match: str, level: int = logging.WARNING) -> Iterator[list[logging.LogRecord]]:
+    """Expects a record of the logger at this level that matches. No other handler gets the logger's records."""
+    logger = logging.getLogger(name)
+    before = logger.propagate
+    with received(name, level) as records:
+        logger.propagate = False
+        try:
+            yield records
+        finally:
+            logger.propagate = before
+    found = [each.getMessage() for each in records if each.levelno == level]
     assert any(re.search(match, each) for each in found), f"{name} logged {found}; expected {match!r}"

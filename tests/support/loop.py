@@ -98,11 +98,11 @@ def deployed(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def job(
-    staleness: int = 0, dense: str = "cpu", frozen: Any = (False, False), **options: Any
+    staleness: int = 0, dense: str = "cpu", features: Any = None, **options: Any
 ) -> tuple[Embeddings, Net, HybridOptimizer]:
-    """dense: the device of the model. frozen: see `tables`."""
+    """dense: the device of the model. features: by default `tables()`."""
     torch.manual_seed(0)
-    embeddings = Embeddings(tables(frozen=frozen), staleness=staleness, num_threads=1, **deployed(options))
+    embeddings = Embeddings(features or tables(), staleness=staleness, num_threads=1, **deployed(options))
     model = Net().to(dense)
     return embeddings, model, embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.05))
 
@@ -111,10 +111,14 @@ def rows(embeddings: Embeddings) -> dict[str, np.ndarray]:
     return {name: store.read(np.arange(NUM_IDS, dtype=np.uint64)).values for name, store in embeddings.tables.items()}
 
 
-def bits(embeddings: Embeddings, model: torch.nn.Module) -> list[bytes]:
-    """Return the bytes of every parameter and of every row's values."""
-    dense = [parameter.detach().cpu().numpy().tobytes() for parameter in model.parameters()]
-    return dense + [values.tobytes() for values in rows(embeddings).values()]
+def take_step(loss: Tensor, *optimizers: Any) -> float:
+    """Take a step of each optimizer, and return the loss."""
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    loss.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    return loss.item()
 
 
 def train_step(model: torch.nn.Module, optimizer: Any, batch: Any) -> float:
@@ -129,6 +133,22 @@ def train_step(model: torch.nn.Module, optimizer: Any, batch: Any) -> float:
 def train(embeddings: Embeddings, model: Net, optimizer: HybridOptimizer, data: Any, **options: Any) -> list[float]:
     with embeddings.stream(data, **options) as stream:
         return [train_step(model, optimizer, batch) for batch in stream]
+
+
+def train_dropping(
+    data: Any, features: Any, *, overlap: bool = False, accumulate: int = 1, dense: str = "cpu", **options: Any
+) -> tuple[Embeddings, Net]:
+    """Train a new job, which drops every seventh batch."""
+    embeddings, model, optimizer = job(dense=dense, features=features, seed=3, **options)
+    with embeddings.stream(data, overlap=overlap, accumulate=accumulate, device=dense) as stream:
+        for number, batch in enumerate(stream, 1):
+            loss_of(model, batch).backward()
+            if number % 7 == 0:
+                optimizer.zero_grad()
+            elif batch.completes_step:
+                optimizer.step()
+                optimizer.zero_grad()
+    return embeddings, model
 
 
 @contextmanager

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from cluster import running_servers
+from loop import take_step
+from remote_worker_parts import working
 from satrap import Adagrad, Deployment, Embeddings, Normal, Table
 from satrap.nn import Embedding
 
@@ -61,23 +63,27 @@ def loss_at(model: Any, step: int) -> Tensor:
 
 
 @contextmanager
-def deployed(where: str) -> Iterator[Deployment | None]:
-    """Yield where the rows are: in this process (on the device "cpu" with "device" and "direct"), or on two new
-    servers."""
-    with running_servers(2 if where == "servers" else 0) as services:
-        yield Deployment([each.address for each in services]) if services else None
+def placed(where: str) -> Iterator[dict[str, Any]]:
+    """Yield options of `Embeddings` that place rows in this process ("here"), on the device "cpu" ("device" and
+    "direct"), on two new servers ("servers"), or on these with a remote worker ("worker")."""
+    with (
+        running_servers(2 if where in ("servers", "worker") else 0) as services,
+        working(int(where == "worker")) as workers,
+    ):
+        addresses = [[each.address for each in started] or None for started in (services, workers)]
+        if services:
+            yield {"deployment": Deployment(addresses[0], workers=addresses[1])}
+        else:
+            yield {"device": "cpu"} if where in ("device", "direct") else {}
 
 
 @contextmanager
 def embeddings_of(*tables: Table, where: str = "here", **options: Any) -> Iterator[Embeddings]:
-    with deployed(where) as deployment:
-        if where in ("device", "direct"):
-            options = {"device": "cpu"} | options
-        if where == "direct":
-            tables = tuple(replace(table, num_rows=NUM_IDS) for table in tables)
-        features = {table.name: table for table in tables}
-        with Embeddings(features, num_threads=1, deployment=deployment, **options) as embeddings:
-            yield embeddings
+    if where == "direct":
+        tables = tuple(replace(table, num_rows=NUM_IDS) for table in tables)
+    features = {table.name: table for table in tables}
+    with placed(where) as place, Embeddings(features, num_threads=1, **place | options) as embeddings:
+        yield embeddings
 
 
 def start_rows(embeddings: Embeddings, name: str, count: int) -> Tensor:
@@ -85,18 +91,9 @@ def start_rows(embeddings: Embeddings, name: str, count: int) -> Tensor:
     return torch.from_numpy(np.asarray(embeddings.tables[name].lookup(np.arange(count), train=False)))
 
 
-def train(optimizers: list[Any], loss_of: Callable[[int], Tensor], num_steps: int, *, first: int = 0) -> list[float]:
+def minimize(optimizers: list[Any], loss_of: Callable[[int], Tensor], num_steps: int, *, first: int = 0) -> list[float]:
     """Return the loss of each step."""
-    losses = []
-    for step in range(first, first + num_steps):
-        loss = loss_of(step)
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-        losses.append(loss.item())
-    return losses
+    return [take_step(loss_of(step), *optimizers) for step in range(first, first + num_steps)]
 
 
 def noted(owner: Any, method: str, monkeypatch: pytest.MonkeyPatch, note: Any = lambda argument: argument) -> list[Any]:

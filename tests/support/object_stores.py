@@ -25,8 +25,8 @@ from typing import Any
 
 import pytest
 
-from rpc_parts import wait_until
 from satrap.storage.open_folder import _bucket
+from waiting import wait_until
 
 BUCKET = "bucket"
 AZURITE = "azurite-blob"

@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from runs import wait_until
+from waiting import wait_until
 
 _BIN = str(Path(sys.executable).parent)
 _SUBNET = "10.214.0"

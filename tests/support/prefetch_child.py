@@ -49,7 +49,7 @@ def main(rank: int, world_size: int, rendezvous: str, job: dict[str, Any]) -> No
     torch.manual_seed(0)
     found: dict[str, Any] = {"losses": [], "passes": [], "error": ""}
     try:
-        train(rank, world_size, job, found)
+        train_prefetched(rank, world_size, job, found)
     except SatrapError as error:
         found["error"] = f"{type(error).__name__}: {error}"
     with suppress(RuntimeError):
@@ -57,7 +57,7 @@ def main(rank: int, world_size: int, rendezvous: str, job: dict[str, Any]) -> No
     print(json.dumps(found), flush=True)
 
 
-def train(rank: int, world_size: int, job: dict[str, Any], found: dict[str, Any]) -> None:
+def train_prefetched(rank: int, world_size: int, job: dict[str, Any], found: dict[str, Any]) -> None:
     num_rows = NUM_IDS if job.get("direct") else None
     declared = {each.name: replace(each, num_rows=num_rows) for each in tables()}
     where: dict[str, Any] = {"device": job.get("device"), "staleness": job["staleness"]}

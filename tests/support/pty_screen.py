@@ -8,11 +8,11 @@ import re
 import struct
 import termios
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-DEADLINE_SECONDS = 120.0
+from waiting import wait_until
+
 _TOKEN = re.compile(r"\x1b\[K|\r|\n|[^\x00-\x1f\x1b]|.", re.DOTALL)
 
 
@@ -59,10 +59,13 @@ class PtyScreen:
 
     def wait_for(self, condition: Callable[[list[str]], object]) -> list[str]:
         """Wait until the rows are so, and return them."""
-        deadline = time.monotonic() + DEADLINE_SECONDS
-        while not condition(rows := self.rows()):
-            assert time.monotonic() < deadline, "\n".join(rows)
-            time.sleep(0.01)
+        rows: list[str] = []
+
+        def holds() -> object:
+            rows[:] = self.rows()
+            return condition(rows)
+
+        wait_until(holds, otherwise=lambda: "\n".join(rows))
         return rows
 
     def close(self) -> None:

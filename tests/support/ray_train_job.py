@@ -14,7 +14,7 @@ import ray.train
 from ray.train.torch import TorchTrainer
 
 
-def train(config: dict[str, Any]) -> None:
+def train_on_ray(config: dict[str, Any]) -> None:
     import run_job
     import satrap
 
@@ -45,7 +45,7 @@ if __name__ == "__main__":
     environment = {"PYTHONPATH": os.fspath(Path(__file__).parent), "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "600"}
     ray.init(address, runtime_env={"env_vars": environment})
     TorchTrainer(
-        train,
+        train_on_ray,
         train_loop_config={"folder": folder, "batches": int(batches), "servers": servers},
         scaling_config=ray.train.ScalingConfig(num_workers=2),
         run_config=ray.train.RunConfig(

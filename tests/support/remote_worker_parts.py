@@ -16,7 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from cluster import ANYWHERE, DEADLINE_SECONDS, IDS, ServerProcess, features, running_servers
+from cluster import ANYWHERE, ServerProcess, features, running_servers
+from contents import IDS, bits
 from faults import kill, random_faults
 from loop import deployed
 from satrap import Embeddings, Feature, IdColumn, Parquet, Table
@@ -26,6 +27,7 @@ from satrap.train.embeddings import session_of
 from satrap.worker.remote.client import remote_worker
 from satrap.worker.remote.protocol import WorkerCalls
 from satrap.worker.remote.service import WorkerService
+from waiting import DEADLINE_SECONDS
 
 BATCH = 8
 NUM_IDS = len(IDS)
@@ -183,7 +185,7 @@ def send_through(embeddings: Embeddings, address: str, deadline: float = DEADLIN
     session_of(embeddings)._worker = remote_worker(embeddings.features, near.servers, address, num_threads=1, **how)
 
 
-def train(
+def train_and_note(
     job: tuple[Embeddings, Net, Any], data: Any, at: Any = lambda *_: None, first: int = 1, **options: Any
 ) -> list[Any]:
     """Train, and return what each batch showed; every seventh batch is dropped. `at("looked up", number)` and
@@ -218,9 +220,8 @@ def evaluate(job: tuple[Embeddings, Net, Any], data: Any) -> list[Any]:
     return found
 
 
-def bits(job: tuple[Embeddings, Net, Any]) -> list[bytes]:
+def drained_bits(job: tuple[Embeddings, Net, Any]) -> list[bytes]:
     """Return every parameter and every row, as bits."""
     embeddings, model, _ = job
     embeddings.drain()
-    dense = [parameter.detach().numpy().tobytes() for parameter in model.parameters()]
-    return dense + [part.tobytes() for table in embeddings.tables.values() for part in table.read(IDS)]
+    return bits(embeddings, model)

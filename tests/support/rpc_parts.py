@@ -24,13 +24,14 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from zmq.utils import garbage
 
+from child_processes import child_process
 from satrap import errors
 from satrap.rpc import Origin
 from satrap.rpc.header import Header, Kind
 from satrap.rpc.methods import methods_of
 from satrap.rpc.values import ArrayType, ValueType, read_type
+from waiting import DEADLINE_SECONDS
 
-DEADLINE_SECONDS = 240.0
 Ids = NDArray[np.uint64]
 Floats = NDArray[np.float32]
 
@@ -140,14 +141,6 @@ class Served:
         return own
 
 
-def wait_until(condition: Callable[[], object]) -> None:
-    """Waits until the condition holds; fails at a deadline."""
-    pause, until = threading.Event(), time.monotonic() + DEADLINE_SECONDS
-    while not condition():
-        assert time.monotonic() < until, "the condition never held"
-        pause.wait(0.002)
-
-
 def request(name: str, *arguments: object, client: int = 1, call: int = 1, seconds: float = 60.0) -> list[bytes]:
     """Returns the frames of a request. A Client sends those of a small one as one frame; a Service accepts both."""
     method = methods_of(Calls)[name]
@@ -191,17 +184,9 @@ def raw_peer(address: str) -> Iterator[zmq.Socket[bytes]]:
 def server_process(address: str, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """Starts a process that serves `Served`, and returns it with its address. It is killed when the context ends."""
     child = Path(__file__).with_name("rpc_server_child.py")
-    process = subprocess.Popen(
-        [sys.executable, str(child), address, *options], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdin is not None and process.stdout is not None
-    try:
+    command = [sys.executable, str(child), address, *options]
+    with child_process(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         yield process, process.stdout.readline().strip()
-    finally:
-        process.kill()
-        process.stdin.close()
-        process.stdout.close()
-        process.wait(DEADLINE_SECONDS)
 
 
 def resident_bytes(process: int, *, field: str = "VmRSS") -> int:

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-DEADLINE_SECONDS = 300.0
+from child_processes import SATRAP, child_process
+from waiting import DEADLINE_SECONDS, wait_until
+
 JOB = Path(__file__).with_name("run_job.py")
-SATRAP = Path(sys.executable).with_name("satrap")
 
 
-def write_changed_job(folder: Path, *changes: tuple[str, str]) -> Path:
+def write_changed_job(folder: Path, *changes: tuple[str, str], job: Path = JOB) -> Path:
     """Writes the job, with some of its text replaced, into the folder and returns its path."""
-    text = JOB.read_text()
+    text = job.read_text()
     for before, after in changes:
-        assert before in text, f"{JOB.name} has no {before!r} any more"
+        assert before in text, f"{job.name} has no {before!r} any more"
         text = text.replace(before, after)
     (script := folder / "job.py").write_text(text)
     for module in ("loop.py", "lean_torch.py"):
@@ -38,14 +38,10 @@ def start_run(
     """Starts a run whose directory and rows are in the folder. It is killed when the context ends."""
     (folder / "memory").mkdir(exist_ok=True)
     command = [str(SATRAP), "run", str(script), "--folder", str(folder / "run"), "--memory", str(folder / "memory")]
-    process = subprocess.Popen(
-        [*command, *options, "--", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    try:
+    command += [*options, "--", *arguments]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with child_process(command, 4 * DEADLINE_SECONDS, text=True, **pipes) as process:
         yield process
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def wait_for_exit(process: subprocess.Popen[str]) -> tuple[int, str, str]:
@@ -57,15 +53,6 @@ def run_to_its_end(folder: Path, script: Path, *options: str, arguments: tuple[s
     """Returns status, output and errors of a run."""
     with start_run(folder, script, *options, arguments=arguments) as run:
         return wait_for_exit(run)
-
-
-def wait_until(condition: Callable[[], object], run: subprocess.Popen[str] | None = None) -> None:
-    """Waits until the condition holds, while the run is alive."""
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not hold in time"
-        assert run is None or run.poll() is None, wait_for_exit(run)
-        time.sleep(0.01)
 
 
 def request_scale(folder: Path, servers: int) -> None:
@@ -137,3 +124,12 @@ def assert_same_result(folder: Path, expected: dict[str, np.ndarray]) -> None:
         assert result.keys() == expected.keys() and all(
             np.array_equal(result[name], expected[name]) for name in expected
         )
+
+
+def require_same_end(folder: Path, run: subprocess.Popen[str], expected: dict[str, np.ndarray]) -> tuple[str, str]:
+    """Waits for a run, which must end with these results and leave nothing; returns its output and errors."""
+    status, out, err = wait_for_exit(run)
+    assert status == 0, err
+    assert_same_result(folder, expected)
+    assert_nothing_is_left(folder, [])
+    return out, err

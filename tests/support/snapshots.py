@@ -25,7 +25,9 @@ Columns = dict[str, NDArray[Any]]
 TABLE = Table("item", dim=3, capacity=64, num_buckets=4, admission=MinCount(2), expire_after=15)
 
 
-def train(store: Store, rng: np.random.Generator, steps: int = 5, universe: int = 400, batch: int = 30) -> None:
+def update_at_random(
+    store: Store, rng: np.random.Generator, steps: int = 5, universe: int = 400, batch: int = 30
+) -> None:
     """Looks up and updates random ids."""
     for _ in range(steps):
         ids = rng.integers(universe, size=batch).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
@@ -46,7 +48,7 @@ def save_with_changes(folder: Path) -> tuple[Store, Store]:
     return store, replica
 
 
-def contents(store: Store) -> dict[str, Any]:
+def exported(store: Store) -> dict[str, Any]:
     """Returns rows with their stamps and exact bits, sightings, and the numbers of a snapshot; no counters."""
     engine = store._engine
     buckets = engine.num_buckets(0)
@@ -81,12 +83,12 @@ def assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
 @contextmanager
 def refused(replica: Store, *words: str) -> Iterator[None]:
     """Checks that the call raises a SnapshotError with these words and leaves the replica unchanged."""
-    before, version = contents(replica), replica.version
+    before, version = exported(replica), replica.version
     with pytest.raises(SnapshotError) as raised:
         yield
     for word in words:
         assert word in str(raised.value), f"{word!r} is not in: {raised.value}"
-    assert_same(contents(replica), before)
+    assert_same(exported(replica), before)
     assert replica.version == version
     replica.check()
 

@@ -7,7 +7,7 @@ import sys
 import torch
 
 from lean_torch import skip_compiler
-from loop import batches, job, loss_of
+from loop import batches, job, train_step
 from satrap import Checkpoint
 
 
@@ -17,9 +17,7 @@ def main(servers: list[str], run: str, save_at: int) -> None:
     data = batches(20_000)
     checkpoint = Checkpoint(run, model, optimizer, embeddings, data)
     for batch in embeddings.stream(data):
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        optimizer.step()
+        train_step(model, optimizer, batch)
         if batch.step == save_at:
             checkpoint.save()
         print(batch.step, flush=True)

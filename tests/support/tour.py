@@ -5,8 +5,8 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from cluster import DEADLINE_SECONDS
 from satrap.server.migration.coordinator import Migration
+from waiting import DEADLINE_SECONDS
 
 TOUR = (2, 3, 1, 2, 1, 3, 2, 1)  # the number of servers after each migration
 

@@ -18,9 +18,10 @@ import numpy as np
 import pytest
 import torch
 
-from cluster import DEADLINE_SECONDS, running_servers
+from cluster import running_servers
 from loop import batches, job, join, loss_of, rows
 from satrap import Embeddings
+from waiting import DEADLINE_SECONDS
 
 CHILD = Path(__file__).with_name("trainer_child.py")
 
@@ -146,3 +147,7 @@ def require_same_as_alone(found: list[dict[str, Any]], num: int, without: tuple[
     require_result(found[0], embeddings, model)
     assert all(each["dense"] == found[0]["dense"] and each["rows"] == found[0]["rows"] for each in found)
     assert found[0]["updated"] == {name: table.stats()["updated"] for name, table in embeddings.tables.items()}
+
+
+def end_alike(found: dict[str, Any], other: dict[str, Any]) -> bool:
+    return (found["dense"], found["rows"]) == (other["dense"], other["rows"])

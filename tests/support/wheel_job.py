@@ -33,7 +33,7 @@ def update_rows() -> None:
         store.check()
 
 
-def train(folder: Path, steps: int) -> tuple[int, Any]:
+def train_dlrm(folder: Path, steps: int) -> tuple[int, Any]:
     """Train from the newest checkpoint up to `steps`; return the step at which it resumed, and the logits of the test
     data."""
     import torch
@@ -86,11 +86,11 @@ def train_and_resume() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         Clicks(num_samples=1280, cardinalities=1000).write_criteo(folder / "clicks.txt")
-        assert train(folder, 10)[0] == 0
-        began, resumed = train(folder, 20)
+        assert train_dlrm(folder, 10)[0] == 0
+        began, resumed = train_dlrm(folder, 20)
         assert began == 10, f"the job resumed after step {began}, expected 10"
         shutil.rmtree(folder / "run")
-        again = train(folder, 20)[1]
+        again = train_dlrm(folder, 20)[1]
         assert resumed.equal(again), "a resumed job differs from one that was never interrupted"
 
 

@@ -26,9 +26,9 @@ from satrap.config.optimizers import SGD
 from satrap.config.tables import Constant, Table
 from satrap.errors import CapacityError, TicketError
 from satrap.table.store import Store
+from waiting import DEADLINE_SECONDS
 
 OpenStore = Callable[..., Store]
-DEADLINE_SECONDS = 240.0
 
 
 def counting(**options: Any) -> Table:

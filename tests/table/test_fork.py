@@ -18,13 +18,14 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from forks import DEADLINE_SECONDS, expect_refusal, in_fork
+from forks import expect_refusal, in_fork
 from satrap import _core
 from satrap.config.optimizers import SGD
 from satrap.config.tables import Constant, Table
 from satrap.errors import ForkError
 from satrap.table.engine import native_config
 from satrap.table.store import Store
+from waiting import DEADLINE_SECONDS
 
 TABLE = Table("forked", dim=4, optimizer=SGD(lr=1.0), initial=Constant(0.0), num_buckets=8)
 IDS = np.arange(5000, dtype=np.uint64)  # more than a call does alone

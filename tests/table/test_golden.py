@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from checkpoint_job import Job, same
-from golden import MORE_STEPS, STEPS, TABLES, method_numbers, recorded, state, train
+from golden import MORE_STEPS, STEPS, TABLES, method_numbers, recorded, state, take_steps
 from satrap import Store, Table
 from satrap.launch.run_state import RunState
 
@@ -29,7 +29,7 @@ def assert_recorded(store: Store, name: str) -> None:
 def goes_on(store: Store, table: Table) -> None:
     assert store.table == table
     assert_recorded(store, "changes")
-    train(store, STEPS + MORE_STEPS, STEPS + MORE_STEPS + 1)
+    take_steps(store, STEPS + MORE_STEPS, STEPS + MORE_STEPS + 1)
     assert_recorded(store, "next")
 
 

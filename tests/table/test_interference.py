@@ -23,7 +23,6 @@ import pytest
 
 import satrap.table.snapshot.reader
 from oracle import as_ids
-from rpc_parts import DEADLINE_SECONDS
 from satrap import _core
 from satrap.config.optimizers import SGD
 from satrap.config.tables import Constant, Table, Zeros
@@ -31,6 +30,7 @@ from satrap.errors import InputError, SatrapError, SharedMemoryError, SnapshotEr
 from satrap.table.snapshot.directory import read_manifest
 from satrap.table.store import Store
 from satrap.table.table_group import TableGroup
+from waiting import DEADLINE_SECONDS
 
 
 def run(program: str, *arguments: object) -> str:

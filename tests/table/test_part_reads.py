@@ -77,7 +77,7 @@ class Saved:
         read = sum(saved.bytes_read for level in chains["t"] for saved in level)
         return group["t"], read, _resident(self.folders[0].parent)
 
-    def contents(self, store: Store, owned: NDArray[np.bool_], direct: bool) -> list[dict[str, NDArray[Any]]]:
+    def exported(self, store: Store, owned: NDArray[np.bool_], direct: bool) -> list[dict[str, NDArray[Any]]]:
         """Returns the rows and sightings of these buckets, in a table that is direct or not."""
         engine, buckets = store._engine, store.table.resolved_num_buckets
         found = []
@@ -90,7 +90,7 @@ class Saved:
         store.check()
         everything = np.ones_like(owned)
         direct = store.table.is_direct
-        restored, saved = self.contents(store, everything, direct), self.contents(self.store, owned, direct)
+        restored, saved = self.exported(store, everything, direct), self.exported(self.store, owned, direct)
         for found, wanted in zip(restored, saved, strict=True):
             for name, column in wanted.items():
                 assert found[name].tobytes() == column.tobytes(), name

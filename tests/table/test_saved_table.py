@@ -14,7 +14,8 @@ import torch
 
 from checkpoint_job import Job, same
 from cluster import running_servers
-from loop import batches, bits, job, rows, train
+from contents import bits
+from loop import batches, job, rows, train
 from satrap import Checkpoint, Embeddings, Inputs, Reader, Store, Table
 from satrap.config.durable import checksum
 from satrap.errors import CheckpointError, SatrapError, SnapshotError, StreamError

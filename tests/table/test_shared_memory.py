@@ -12,7 +12,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from child_processes import child_process
 from oracle import as_ids
 from satrap import _core
 from satrap.config.optimizers import SGD, Adagrad, Adam
@@ -30,9 +30,9 @@ from satrap.errors import SharedMemoryError
 from satrap.server.server import Server
 from satrap.table.store import Store
 from shared_memory_child import CHURN, EQUAL, EQUAL_IDS, GROW, GROW_IDS
-from snapshots import assert_same, contents, train
+from snapshots import assert_same, exported, update_at_random
+from waiting import DEADLINE_SECONDS
 
-DEADLINE_SECONDS = 240.0
 CHILD = Path(__file__).parents[1] / "support/shared_memory_child.py"
 
 
@@ -50,26 +50,10 @@ def path(tmp_path: Path) -> Iterator[Path]:
 
 @contextmanager
 def child(job: str, path: Path, *arguments: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """A child process, always killed at the end, and by a timer if it hangs."""
-    process = subprocess.Popen(
-        [sys.executable, str(CHILD), job, str(path), *map(str, arguments)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    timer = threading.Timer(DEADLINE_SECONDS, process.kill)
-    timer.start()
-    try:
-        assert process.stdout is not None
+    command = [sys.executable, str(CHILD), job, str(path), *map(str, arguments)]
+    with child_process(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout.readline().startswith(b"ready")
         yield process
-    finally:
-        process.kill()
-        process.wait(DEADLINE_SECONDS)
-        timer.cancel()
-        timer.join()
-        for pipe in (process.stdin, process.stdout):
-            assert pipe is not None
-            pipe.close()
 
 
 def kill_amid(
@@ -96,19 +80,19 @@ def test_attach_after_a_clean_close(path: Path, tmp_path: Path) -> None:
     table = Table("item", dim=5, optimizer=Adam(), capacity=400, num_buckets=4, admission=MinCount(2), dtype="float16",
                   expire_after=30)  # fmt: skip
     store = Store(table, seed=7, shared=path, num_threads=2)
-    train(store, np.random.default_rng(1), steps=40, universe=900, batch=100)
+    update_at_random(store, np.random.default_rng(1), steps=40, universe=900, batch=100)
     store.set_lr(0.125)
-    before = contents(store)
+    before = exported(store)
     assert len(before["sightings"]["id"]) > 0
     store.save(tmp_path / "same")
     del store
     again = Store.attach(path, num_threads=1)
-    assert_same(contents(again), before)
+    assert_same(exported(again), before)
     uninterrupted = Store.load(tmp_path / "same", num_threads=3)
     for each in (again, uninterrupted):
-        train(each, np.random.default_rng(2), steps=20, universe=900, batch=100)
+        update_at_random(each, np.random.default_rng(2), steps=20, universe=900, batch=100)
         each.check()
-    assert_same(contents(again), contents(uninterrupted))
+    assert_same(exported(again), exported(uninterrupted))
 
 
 def test_attached_again_and_again(path: Path, rng: np.random.Generator) -> None:

@@ -27,7 +27,7 @@ from satrap.table.snapshot.arrow_files import as_batch, new_file, pyarrow_or_err
 from satrap.table.snapshot.cut import TableCut
 from satrap.table.store import Store
 from satrap.table.table_group import TableGroup
-from snapshots import assert_same, columns, contents, crc32c, forge, manifest, train
+from snapshots import assert_same, columns, crc32c, exported, forge, manifest, update_at_random
 
 ROOT = Path(__file__).parents[2]
 
@@ -51,20 +51,20 @@ def test_a_loaded_table_is_the_saved_one_from_then_on(
         expire_after=12,
     )  # fmt: skip
     store = Store(table, seed=2**64 - 1, num_threads=3)
-    train(store, np.random.default_rng(seed), steps=12)
+    update_at_random(store, np.random.default_rng(seed), steps=12)
     store.set_lr(0.0625)
     version = store.save(tmp_path / "a")
     loaded = Store.load(tmp_path / "a", num_threads=1, simd="portable")
-    assert_same(contents(loaded), contents(store))
-    assert_same(contents(Store.load(tmp_path / "a", num_threads=5)), contents(store))
+    assert_same(exported(loaded), exported(store))
+    assert_same(exported(Store.load(tmp_path / "a", num_threads=5)), exported(store))
     assert loaded.version == store.version == version
     assert loaded.snapshot_id(version) == store.snapshot_id(version) == manifest(tmp_path / "a")["id"]
     assert store.snapshot_id(version + 1) is None
     assert len(columns(tmp_path / "a", "rows")["id"]) == len(store) == len(loaded) > 0
     for each in (store, loaded):  # stamps and sightings decide what follows: evictions, admissions
-        train(each, np.random.default_rng(seed + 1), steps=12)
+        update_at_random(each, np.random.default_rng(seed + 1), steps=12)
         each.check()
-    assert_same(contents(loaded), contents(store))
+    assert_same(exported(loaded), exported(store))
     assert store.stats()["evicted"] > 0
 
 
@@ -74,7 +74,7 @@ def test_a_loaded_table_is_the_saved_one_from_then_on(
 def test_the_files_are_as_specified(tmp_path: Path, rng: np.random.Generator, small_pieces: None) -> None:
     table = Table("item", dim=6, dtype="bfloat16", optimizer=Adam(), num_buckets=16, admission=MinCount(2))
     store = Store(table, seed=7, num_threads=2)
-    train(store, rng)
+    update_at_random(store, rng)
     store.save(tmp_path / "a")
     found = manifest(tmp_path / "a")
     assert found["format"] == "satrap-table" and found["format_version"] == 1 and found["kind"] == "full"
@@ -142,13 +142,13 @@ def test_saving_again_replaces_the_snapshot_and_nothing_else(tmp_path: Path, rng
         (tmp_path / "a" / name).write_text("mine")
     (tmp_path / "a" / "part-0123456789abcdef-00000.arrow").write_text("left by a save that was killed")
     for _ in range(3):
-        train(store, rng, steps=1)
+        update_at_random(store, rng, steps=1)
         store.save(tmp_path / "a")
         names = {"manifest.json", "notes.txt", "part-zz-00000.arrow"}
         assert {path.name for path in (tmp_path / "a").iterdir()} == names | {
             file["name"] for file in manifest(tmp_path / "a")["files"]
         }
-        assert_same(contents(Store.load(tmp_path / "a", num_threads=1)), contents(store))
+        assert_same(exported(Store.load(tmp_path / "a", num_threads=1)), exported(store))
 
 
 # -- changes -----------------------------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ def test_saving_again_replaces_the_snapshot_and_nothing_else(tmp_path: Path, rng
 def make_pair(tmp_path: Path) -> Callable[..., tuple[Store, Store]]:
     def make(table: Table, rng: np.random.Generator, **options: Any) -> tuple[Store, Store]:
         primary = Store(table, num_threads=2)
-        train(primary, rng, **options)
+        update_at_random(primary, rng, **options)
         primary.save(tmp_path / "full")
         return primary, Store.load(tmp_path / "full", num_threads=1)
 
@@ -172,18 +172,18 @@ def test_changes_lead_from_one_snapshot_to_the_next(
     table = Table("item", dim=4, dtype=dtype, capacity=64, num_buckets=2, admission=MinCount(2), expire_after=20)
     primary, replica = make_pair(table, rng, steps=20)
     for i in range(4):
-        train(primary, rng, steps=3)
+        update_at_random(primary, rng, steps=3)
         primary.set_lr(0.5 / (i + 1))
         version = primary.save_changes(tmp_path / str(i), since=replica.version)
         replica.apply_changes(tmp_path / str(i))
         assert replica.version == primary.version == version
         replica.check()
-        assert_same(contents(replica), contents(primary))
+        assert_same(exported(replica), exported(primary))
     assert primary.stats()["evicted"] > 0
-    assert_same(contents(replica), contents(primary))
-    train(primary, np.random.default_rng(1))
-    train(replica, np.random.default_rng(1))
-    assert_same(contents(replica), contents(primary))
+    assert_same(exported(replica), exported(primary))
+    update_at_random(primary, np.random.default_rng(1))
+    update_at_random(replica, np.random.default_rng(1))
+    assert_same(exported(replica), exported(primary))
 
 
 def test_a_snapshot_from_before_a_field_was_added(make_pair: Any, tmp_path: Path, rng: np.random.Generator) -> None:
@@ -195,7 +195,7 @@ def test_a_snapshot_from_before_a_field_was_added(make_pair: Any, tmp_path: Path
     replica = Store.load(tmp_path / "full", num_threads=1)
     assert replica.table == primary.table
     replica.apply_changes(tmp_path / "changes")
-    assert_same(contents(replica), contents(primary))
+    assert_same(exported(replica), exported(primary))
     replica.save(tmp_path / "full")
 
 
@@ -219,22 +219,22 @@ def test_changes_since_the_same_snapshot_are_replaced(make_pair: Any, tmp_path: 
     """The new changes include the old ones."""
     primary, replica = make_pair(Table("item", dim=3, capacity=64, num_buckets=2), rng)
     for _ in range(2):
-        train(primary, rng)
+        update_at_random(primary, rng)
         primary.save_changes(tmp_path / "changes", since=replica.version)
     replica.apply_changes(tmp_path / "changes")
-    assert_same(contents(replica), contents(primary))
+    assert_same(exported(replica), exported(primary))
 
 
 def test_changes_are_exact_once_training_has_paused(tmp_path: Path) -> None:
     """A snapshot taken in the middle of training may be a blur; the changes that follow it must settle every row."""
     primary = Store(Table("item", dim=8, capacity=3000, num_buckets=32), num_threads=1)
-    train(primary, np.random.default_rng(0), steps=20, universe=5000, batch=500)
+    update_at_random(primary, np.random.default_rng(0), steps=20, universe=5000, batch=500)
 
     def train_meanwhile(seed: int) -> None:
         rng = np.random.default_rng(seed)
         for _ in range(100):  # few enough that the ids of evicted rows are all remembered
             try:
-                train(primary, rng, steps=1, universe=5000, batch=50)
+                update_at_random(primary, rng, steps=1, universe=5000, batch=50)
             except CapacityError:  # the other thread's open step holds the bucket
                 continue
 
@@ -256,7 +256,7 @@ def test_changes_are_exact_once_training_has_paused(tmp_path: Path) -> None:
             replica.check()
     primary.save_changes(tmp_path / "last", since=replica.version)
     replica.apply_changes(tmp_path / "last")
-    assert_same(contents(replica), contents(primary))
+    assert_same(exported(replica), exported(primary))
 
 
 def test_too_many_rows_went_for_changes(tmp_path: Path) -> None:
@@ -329,12 +329,12 @@ def test_a_table_among_others_is_saved_alone(tmp_path: Path) -> None:
 
 def test_loading_into_shared_memory(tmp_path: Path, rng: np.random.Generator) -> None:
     store = Store(Table("item", dim=4, capacity=64, admission=MinCount(2)), num_threads=1)
-    train(store, rng)
+    update_at_random(store, rng)
     version = store.save(tmp_path / "a")
     Store.load(tmp_path / "a", num_threads=1, shared=tmp_path / "shared")
     attached = Store.attach(tmp_path / "shared", num_threads=1)
     assert attached.version == version
-    assert_same(contents(attached), contents(store))
+    assert_same(exported(attached), exported(store))
     with pytest.raises(SnapshotError, match="removed rows do not survive the process: save the whole table"):
         attached.save_changes(tmp_path / "b", since=version)
     attached.save(tmp_path / "a")
@@ -342,11 +342,11 @@ def test_loading_into_shared_memory(tmp_path: Path, rng: np.random.Generator) ->
 
 def test_saving_from_several_threads(tmp_path: Path, rng: np.random.Generator) -> None:
     store = Store(Table("item", dim=4), num_threads=2)
-    train(store, rng)
+    update_at_random(store, rng)
     with ThreadPoolExecutor(6) as pool:
         list(pool.map(store.save, [tmp_path / str(i % 2) for i in range(6)]))
     for i in range(2):
-        assert_same(contents(Store.load(tmp_path / str(i), num_threads=1)), contents(store))
+        assert_same(exported(Store.load(tmp_path / str(i), num_threads=1)), exported(store))
 
 
 def test_without_pyarrow_saving_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

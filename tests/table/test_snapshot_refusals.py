@@ -30,7 +30,7 @@ from satrap.config.optimizers import SGD, Adagrad
 from satrap.config.tables import MinCount, Table
 from satrap.errors import SnapshotError
 from satrap.table.store import Store
-from snapshots import TABLE, assert_same, contents, manifest, refused, save_with_changes, seal
+from snapshots import TABLE, assert_same, exported, manifest, refused, save_with_changes, seal
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_a_damaged_data_file(kind: str, damage: str, saved: Any, tmp_path: Path,
             path.write_bytes(good)
     if damage != "folder":
         saved[1].apply_changes(tmp_path / "changes")
-        assert_same(contents(saved[1]), contents(saved[0]))
+        assert_same(exported(saved[1]), exported(saved[0]))
 
 
 def test_a_damaged_manifest(saved: Any, tmp_path: Path, rng: np.random.Generator) -> None:
@@ -163,7 +163,7 @@ def test_changes_out_of_order(saved: Any, tmp_path: Path) -> None:
     replica.apply_changes(tmp_path / "later")
     with refused(replica, "these changes are already applied"):
         replica.apply_changes(tmp_path / "changes")
-    assert_same(contents(replica), contents(store))
+    assert_same(exported(replica), exported(store))
     store.save(tmp_path / "again")
     newer = Store.load(tmp_path / "again", num_threads=1)
     with refused(newer, f"older than the table; apply the changes since version {second + 2}"):
@@ -241,7 +241,7 @@ def test_one_folder_holds_one_snapshot(saved: Any, tmp_path: Path) -> None:
         with refused(store, *words):
             call()
         assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
-    assert_same(contents(Store.load(tmp_path / "full", num_threads=1)), contents(replica))
+    assert_same(exported(Store.load(tmp_path / "full", num_threads=1)), exported(replica))
 
 
 def test_a_folder_that_another_save_writes_into(saved: Any, tmp_path: Path) -> None:
@@ -290,13 +290,13 @@ def test_a_full_disk(size: int, saved: Any, tmp_path: Path) -> None:
         assert isinstance(raised.value.__cause__, OSError)
     assert sorted(path.name for path in (tmp_path / "full").iterdir()) == before
     assert not (tmp_path / "new").exists()
-    assert_same(contents(Store.load(tmp_path / "full", num_threads=1)), contents(replica))
+    assert_same(exported(Store.load(tmp_path / "full", num_threads=1)), exported(replica))
     with pytest.raises(SnapshotError, match="expected the version of a snapshot"):  # the failed saves made none
         store.save_changes(tmp_path / "new", since=store.version)
     store.save_changes(tmp_path / "new", since=since)  # and no change is forgotten
     for path in ("changes", "new"):
         replica.apply_changes(tmp_path / path)
-    assert_same(contents(replica), contents(store))
+    assert_same(exported(replica), exported(store))
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
@@ -321,9 +321,9 @@ def test_a_disk_that_fails(call: str, saved: Any, tmp_path: Path, monkeypatch: p
         except SnapshotError as error:
             assert "Input/output error" in str(error)
             if Store.load(tmp_path / "full", num_threads=1).version == replica.version:
-                assert_same(contents(Store.load(tmp_path / "full", num_threads=1)), contents(replica))
+                assert_same(exported(Store.load(tmp_path / "full", num_threads=1)), exported(replica))
     assert i == {"fsync": 4, "replace": 1}[call]  # rows, sightings, manifest, folder
-    assert_same(contents(Store.load(tmp_path / "full", num_threads=1)), contents(store))
+    assert_same(exported(Store.load(tmp_path / "full", num_threads=1)), exported(store))
 
 
 def test_paths_that_cannot_be_folders(saved: Any, tmp_path: Path) -> None:

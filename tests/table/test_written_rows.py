@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from bag_oracle import UNIVERSE, draw_bags
-from cluster import batch, contents, features, one_table, running_servers, sharded_worker, step_both
+from cluster import batch, features, one_table, running_servers, sharded_worker, step_both
+from contents import contents, row_bytes
 from device_workers import pair
 from faults import killed_at_random
 from one_row import OPTIMIZERS
@@ -206,7 +207,7 @@ def test_a_written_row_starts_as_a_new_one(optimizer: Any, dtype: Any) -> None:
     looked, written = Store(table), Store(table)
     ids = np.arange(30, dtype=np.uint64)
     written.write(ids, looked.lookup(ids))
-    assert [each.tobytes() for each in looked.read(ids)] == [each.tobytes() for each in written.read(ids)]
+    assert row_bytes(looked, ids) == row_bytes(written, ids)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda each: type(each).__name__)

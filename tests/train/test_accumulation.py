@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+from contents import bits
 from logged import logged
-from loop import BATCH, NUM_IDS, Net, batches, bits, job, loss_of
+from loop import BATCH, NUM_IDS, Net, batches, job, loss_of
 from satrap import Checkpoint, Embeddings, Inputs, IterableSource, StreamError
 from satrap.train.embeddings import session_of
 from satrap.train.joint_batches import JointBatches
@@ -95,7 +96,7 @@ class Plain:
             )
 
 
-def train(optimizer: Any, model: Net, stream: Any, accumulate: int) -> list[bool]:
+def step_where_complete(optimizer: Any, model: Net, stream: Any, accumulate: int) -> list[bool]:
     """Step where the batches say so; return what they said."""
     said = []
     for batch in stream:
@@ -116,7 +117,7 @@ def test_the_last_batches_make_a_step_as_in_torch(
     embeddings, model, optimizer = job(staleness, deterministic=True)
     plain, data = Plain(embeddings, model), batches(num)
     with embeddings.stream(data, accumulate=accumulate, overlap=overlap) as stream:
-        said = train(optimizer, model, list(stream) if ahead else stream, accumulate)
+        said = step_where_complete(optimizer, model, list(stream) if ahead else stream, accumulate)
         assert said == [number % accumulate == 0 or number == num for number in range(1, num + 1)]
         embeddings.drain()
         assert embeddings.step == -(-num // accumulate) and embeddings.counters().lost == {}
@@ -206,7 +207,7 @@ def test_a_run_resumes_at_the_step_that_was_not_finished(tmp_path: Path) -> None
         source = IterableSource(data)
         run = Checkpoint(tmp_path / str(until), model, optimizer, embeddings, source)
         stream = embeddings.stream(source, accumulate=3)
-        train(optimizer, model, islice(stream, until), 3)
+        step_where_complete(optimizer, model, islice(stream, until), 3)
         run.save()
         stream.close()
         if until == 5:
@@ -214,7 +215,7 @@ def test_a_run_resumes_at_the_step_that_was_not_finished(tmp_path: Path) -> None
             source = IterableSource(data)
             assert Checkpoint(tmp_path / "5", model, optimizer, embeddings, source).resume()
             assert embeddings.step == 1
-            said = train(optimizer, model, embeddings.stream(source, accumulate=3), 3)
+            said = step_where_complete(optimizer, model, embeddings.stream(source, accumulate=3), 3)
             assert said == [False, False, True, False, True]
         found.append(bits(embeddings, model))
     assert found[0] == found[1]
@@ -320,7 +321,7 @@ def test_trainers_agree_which_batch_completes_a_step(own: int, other: int, overl
         on_hold=optimizer.hold,
     )
     total = max(own, other)
-    said = train(optimizer, model, stream, 3)
+    said = step_where_complete(optimizer, model, stream, 3)
     assert said == [number % 3 == 0 or number == total for number in range(1, total + 1)]
     assert embeddings.step == -(-total // 3) and embeddings.counters().lost == {}
     assert stream.staleness_seen == {0: own}, "padding looks up nothing"

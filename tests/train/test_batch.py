@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from bag_oracle import draw_bags
-from loop import batches, bits, job, train_step
+from contents import bits
+from loop import batches, job, train_step
 from satrap import Adagrad, Batch, Embeddings, InputError, Normal, Table
 from satrap.train.sequence import Sequence
 

@@ -19,18 +19,19 @@ import pytest
 import torch
 
 import satrap.run_context
-from cluster import ANYWHERE, DEADLINE_SECONDS, features, running_servers, sharded_worker
+from cluster import ANYWHERE, features, running_servers, sharded_worker
 from forks import in_fork
 from logged import logged
 from loop import batches, job, tables, train_step
 from remote_worker_parts import Net, source, working, write
-from rpc_parts import Calls, Served, wait_until
+from rpc_parts import Calls, Served
 from satrap import Deployment, Embeddings, InputError, Inputs, SnapshotError, StreamError
 from satrap.config.features import Features
 from satrap.errors import ForkError, RpcError
 from satrap.rpc import Client, Service
 from satrap.run_context import RunContext
 from satrap.train.embeddings import session_of
+from waiting import DEADLINE_SECONDS, wait_until
 
 SECONDS = 2.5  # for each round; one that hangs takes ten
 OWN_THREADS = {"satrap-lease", "satrap-read", "satrap-tables", "satrap-lookups", "satrap-updates"}

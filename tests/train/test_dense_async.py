@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from cluster import IDS, batch, running_servers
+from cluster import batch, running_servers
+from contents import IDS, bits
 from faults import killed_at_random
-from loop import Net, batches, bits, deployed, loss_of, rows, tables, train, train_step
+from loop import Net, batches, deployed, loss_of, rows, tables, train, train_step
 from loop import job as synchronous_job
 from one_row import ulp
 from satrap import Checkpoint, ConfigError, Deployment, Embeddings, StreamError, Table

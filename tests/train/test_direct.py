@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster import running_servers
+from contents import counters
 from satrap import (
     SGD,
     Adagrad,
@@ -62,12 +63,10 @@ def content(store: Store) -> list[Any]:
     rows = store.read(np.arange(NUM_ROWS, dtype=np.uint64))
     exported = store._engine.export_rows(0, 0, store.table.resolved_num_buckets, 0)
     steps = exported["step"][np.argsort(exported["id"])]
-    stats = {name: value for name, value in store.stats().items() if name != "bytes"}
-    store.check()
-    return [rows.values.tobytes(), rows.state.tobytes(), rows.present.tobytes(), steps.tobytes(), stats]
+    return [rows.values.tobytes(), rows.state.tobytes(), rows.present.tobytes(), steps.tobytes(), counters(store)]
 
 
-def train(stores: list[Store], rng: np.random.Generator, calls: int) -> None:
+def call_all(stores: list[Store], rng: np.random.Generator, calls: int) -> None:
     """Make the same calls of each store; the rows that it looks up must be the same bits."""
     for _ in range(calls):
         size, kind = int(rng.integers(0, 200)), rng.integers(4)
@@ -102,23 +101,23 @@ def test_the_same_bits_with_num_rows_and_without(
     folder, rng = tmp_path_factory.mktemp("direct"), np.random.default_rng(seed)
     kinds = [replace(table, num_rows=NUM_ROWS), table]
     stores = [Store(each, seed=3, num_threads=1 + i) for i, each in enumerate(kinds)]
-    train(stores, rng, 12)
+    call_all(stores, rng, 12)
     assert content(stores[0]) == content(stores[1])
     versions = [store.save(folder / f"full-{i}") for i, store in enumerate(stores)]
-    train(stores, rng, 4)
+    call_all(stores, rng, 4)
     for i, (store, version) in enumerate(zip(stores, versions, strict=True)):
         store.save_changes(folder / f"changes-{i}", since=version)
     again = [
         reopened(kinds[is_other], [folder / f"full-{i}", folder / f"changes-{i}"]) for i, is_other in enumerate(others)
     ]
-    train(again, rng, 4)
+    call_all(again, rng, 4)
     assert content(again[0]) == content(again[1])
 
 
 def test_rows_in_shared_memory_are_found_again(tmp_path: Path) -> None:
     table = Table("item", dim=4, num_rows=NUM_ROWS, num_buckets=4)
     store = Store(table, seed=3, shared=tmp_path / "rows", num_threads=1)
-    train([store], np.random.default_rng(0), 12)
+    call_all([store], np.random.default_rng(0), 12)
     before = store.read(np.arange(NUM_ROWS, dtype=np.uint64))
     del store
     after = Store.attach(tmp_path / "rows").read(np.arange(NUM_ROWS, dtype=np.uint64))

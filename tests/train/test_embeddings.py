@@ -19,9 +19,12 @@ import torch
 from torch import Tensor
 
 import satrap
-from loop import BATCH, batches, bits, job, loss_of, rows, tables, train, train_step
+from child_processes import child_process
+from contents import bits
+from loop import BATCH, batches, job, loss_of, rows, tables, train, train_step
 from satrap import ConfigError, Embeddings, InputError, Inputs, IterableSource, Position, StreamError
 from satrap.train.embeddings import session_of
+from waiting import DEADLINE_SECONDS
 
 
 @pytest.mark.parametrize(
@@ -197,17 +200,12 @@ def test_the_optimizer_is_a_torch_optimizer(closure: bool) -> None:
 
 
 def test_control_c_stops_a_run_at_once() -> None:
-    child = subprocess.Popen(
-        [sys.executable, str(Path(__file__).parents[1] / "support/endless_job.py")],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert child.stdout is not None
-    assert child.stdout.readline() == "training\n"
-    child.send_signal(signal.SIGINT)
-    _, errors = child.communicate(timeout=300)
-    assert child.returncode != 0
+    command = [sys.executable, str(Path(__file__).parents[1] / "support/endless_job.py")]
+    with child_process(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        assert child.stdout.readline() == "training\n"
+        child.send_signal(signal.SIGINT)
+        _, errors = child.communicate(timeout=DEADLINE_SECONDS)
+        assert child.returncode != 0
     assert errors.rstrip().endswith("KeyboardInterrupt"), errors  # and no message about threads or leaks after it
 
 

@@ -13,8 +13,9 @@ from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor, nn
 
 import satrap
+from contents import bits
 from logged import logged
-from loop import Net, batches, bits, job, loss_of, train, train_step
+from loop import Net, batches, job, loss_of, train, train_step
 from satrap import Batch, Embeddings, StreamError
 from satrap.train.optimizer import HybridOptimizer
 

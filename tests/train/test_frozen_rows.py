@@ -4,8 +4,6 @@ thawed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +18,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import Parameter
 
-from cluster import running_servers
+from contents import contents
+from module_jobs import placed
 from one_row import torch_optimizer
-from remote_worker_parts import working
 from satrap import (
     SGD,
     Adagrad,
     Adam,
     Checkpoint,
     ConfigError,
-    Deployment,
     Embeddings,
     Normal,
     Parquet,
@@ -77,21 +74,7 @@ def data(tmp_path: Path) -> Parquet:
     return written(tmp_path)
 
 
-@contextmanager
-def placed(where: str, of: dict[str, Any]) -> Iterator[Embeddings]:
-    """Yield embeddings whose rows are there."""
-    with ExitStack() as stack:
-        services = stack.enter_context(running_servers(2 if where in ("servers", "worker") else 0))
-        workers = stack.enter_context(working(where == "worker"))
-        deployment = None
-        if services:
-            addresses = [each.address for each in workers] or None
-            deployment = Deployment([each.address for each in services], workers=addresses)
-        device = "cpu" if where == "device" else None
-        yield stack.enter_context(Embeddings(of, num_threads=1, deployment=deployment, device=device))
-
-
-def train(embeddings: Embeddings, data: Any) -> None:
+def train_features(embeddings: Embeddings, data: Any) -> None:
     optimizer = embeddings.optimizer()
     for batch in embeddings.stream(data):
         optimizer.zero_grad()
@@ -142,15 +125,17 @@ def test_frozen_rows_stay_and_others_train_as_in_torch(where: str, kind: str, tm
     some = FROZEN if kind.endswith("range") else set(ids[[0, 1, 3, 4, 6, 9, 11]].tolist())
     data, of = written(tmp_path, ids), features(num_rows, some)
     is_frozen = np.array([id_ in some for id_ in ids.tolist()])
-    with placed(where, of) as embeddings, placed("here", of) as here:
+    with (
+        placed(where) as place,
+        Embeddings(of, num_threads=1, **place) as embeddings,
+        Embeddings(of, num_threads=1) as here,
+    ):
         before = start(embeddings, ids)
-        train(embeddings, data)
-        train(here, data)
+        train_features(embeddings, data)
+        train_features(here, data)
         found = read(embeddings, ids)
         assert embeddings.step == STEPS and embeddings.counters().lost.keys() <= {"ids/path", "ids/words"}
-        assert [[part.tobytes() for part in rows] for rows in found.values()] == [
-            [part.tobytes() for part in rows] for rows in read(here, ids).values()
-        ]
+        assert contents(embeddings, ids) == contents(here, ids)
         item, text = found["item"], found["text"]
         assert item.present.all() and text.present.all(), "lookups insert frozen rows"
         np.testing.assert_array_equal(text.values, before["text"])
@@ -213,19 +198,19 @@ def test_written_rows_stay_until_a_checkpoint_is_resumed_without_frozen(
         optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         return Checkpoint(tmp_path / "run", model, optimizer, embeddings)
 
-    with placed(where, features(None, {0, 3, 4, 9})) as embeddings:
+    with placed(where) as place, Embeddings(features(None, {0, 3, 4, 9}), num_threads=1, **place) as embeddings:
         run = checkpoint(embeddings)
         embeddings.tables["text"].write(EVERY, values)
-        train(embeddings, data)
+        train_features(embeddings, data)
         run.save()
-        expected = [[part.tobytes() for part in rows] for rows in read(embeddings).values()]
+        expected = contents(embeddings, EVERY)
         np.testing.assert_array_equal(read(embeddings)["text"].values, values)
     with Reader(tmp_path / "run", features(None, {0, 3, 4, 9})) as reader:
         np.testing.assert_array_equal(reader.lookup("text", EVERY), values)
-    with placed(where, features(None, frozen=False)) as embeddings:
+    with placed(where) as place, Embeddings(features(None, frozen=False), num_threads=1, **place) as embeddings:
         assert checkpoint(embeddings).resume()
-        assert [[part.tobytes() for part in rows] for rows in read(embeddings).values()] == expected
-        train(embeddings, data)
+        assert contents(embeddings, EVERY) == expected
+        train_features(embeddings, data)
         assert (read(embeddings)["text"].values != values).all()
 
 

@@ -108,7 +108,7 @@ def test_a_loop_on_a_stream_of_its_own(how: str, rng: np.random.Generator) -> No
     """The bits do not depend on the stream on which the user's loop runs."""
     data, there = of_streams.batches(rng, 40), torch.device(DEVICE, torch.cuda.current_device())
     found = [
-        of_streams.train(data, loop=loop, device=there, **of_streams.LOOPS[how])[0]
+        of_streams.train_on_stream(data, loop=loop, device=there, **of_streams.LOOPS[how])[0]
         for loop in (None, new_stream(there), new_stream(there))
     ]
     assert found[1] == found[0] and found[2] == found[0]

@@ -21,8 +21,8 @@ Use = Callable[[Batch], torch.Tensor]
 USER, ITEM = "table 'user' (features 'user', 'last')", "table 'item' (features 'item', 'seen')"
 
 
-def train(use: Use, *, staleness: int = 0, passes: int = 1, frozen: bool = False) -> None:
-    """Train 40 steps in each pass on what `use` returns for a batch, [batch, 2]."""
+def train_with(use: Use, *, staleness: int = 0, passes: int = 1, frozen: bool = False) -> None:
+    """Train 30 steps in each pass on what `use` returns for a batch, [batch, 2]."""
     user, item = satrap.Table("user", 2, frozen=frozen), satrap.Table("item", 2)
     features: dict[str, satrap.Feature | satrap.Table] = {
         "user": user,
@@ -65,19 +65,19 @@ def in_no_grad(batch: Batch) -> torch.Tensor:
 def test_tables_without_a_gradient_are_named_once(use: Use, tables: str, passes: int, staleness: int) -> None:
     text = f"20 lookups for training brought no gradient, so these are not trained: {tables}. Usual causes are detach()"
     with logged("satrap.train", re.escape(text)) as records:
-        train(use, staleness=staleness, passes=passes)
+        train_with(use, staleness=staleness, passes=passes)
     assert len(records) == 1
 
 
 def test_a_table_is_trained_if_any_of_its_features_is_and_a_frozen_one_is_not_to_be() -> None:
-    train(lambda batch: batch["seen"] + batch["user"])
-    train(lambda batch: batch["item"] + batch["last"].values.sum(1))
-    train(lambda batch: batch["item"] + batch["user"].detach(), frozen=True)
+    train_with(lambda batch: batch["seen"] + batch["user"])
+    train_with(lambda batch: batch["item"] + batch["last"].values.sum(1))
+    train_with(lambda batch: batch["item"] + batch["user"].detach(), frozen=True)
 
 
 def test_zeros_at_the_start_unused_batches_and_evaluation_are_no_reason() -> None:
     factors = iter([0.0] * 29 + [1.0] * 11)
-    train(lambda batch: batch["item"] + batch["user"] * next(factors))
+    train_with(lambda batch: batch["item"] + batch["user"] * next(factors))
     data = satrap.Frame({"item": np.arange(60)}, batch_size=2)
     with satrap.Embeddings({"item": satrap.Table("item", 2)}) as embeddings:
         embeddings.optimizer()

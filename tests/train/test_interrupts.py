@@ -23,7 +23,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from cluster import ANYWHERE, DEADLINE_SECONDS, batch, contents, one_table, running_servers, sharded_worker
+from cluster import ANYWHERE, batch, one_table, running_servers, sharded_worker
+from contents import contents
 from interrupts import Interrupts, no_hang, raising
 from loop import batches, job, train_step
 from remote_worker_parts import send_through, working
@@ -33,6 +34,7 @@ from satrap.errors import InputError, StreamError
 from satrap.interrupts import Uninterrupted
 from satrap.rpc import Client, Service
 from satrap.train.embeddings import session_of
+from waiting import DEADLINE_SECONDS
 
 BATCH, NUM_BATCHES = 4, 5
 CALLS = ("next", "step", "drop", "drain", "pause", "close")

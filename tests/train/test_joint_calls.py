@@ -16,11 +16,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster import DEADLINE_SECONDS
 from satrap import Inputs
 from satrap.errors import StreamError
 from satrap.train.joint_batches import JointBatches
 from satrap.train.joint_calls import Call, JointCall, require_same
+from waiting import DEADLINE_SECONDS
 
 CALLS = st.builds(
     JointCall, st.sampled_from(Call), st.integers(0, 3), st.integers(0, 3), st.tuples(*[st.integers(-1, 9)] * 4)
@@ -65,7 +65,7 @@ class Together:
             return [sent[at] for sent in self._sent]
 
 
-def train(joint: JointBatches, joint_size: int, loop: list[str], left_out: int | None, read_ahead: int) -> str:
+def make_calls(joint: JointBatches, joint_size: int, loop: list[str], left_out: int | None, read_ahead: int) -> str:
     """Make the calls of a loop but one; return the error."""
     batch: Any = None
     read: deque[Inputs] = deque()
@@ -125,7 +125,7 @@ def test_a_trainer_that_leaves_out_a_call_is_found_by_all(
     def run(rank: int) -> None:
         inputs = repeat(INPUTS)
         joint = JointBatches(inputs, ("a",), together.of(rank), rank, lambda _: None, unawaited[rank])
-        errors[rank] = train(joint, num, loop, left_out if rank == differing else None, ahead[rank])
+        errors[rank] = make_calls(joint, num, loop, left_out if rank == differing else None, ahead[rank])
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(num)]
     for thread in threads:

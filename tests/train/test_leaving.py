@@ -14,9 +14,9 @@ from loop import BATCH, batches, job, rows, train, train_step
 from satrap import Checkpoint, Embeddings, Inputs, StreamError
 from satrap.errors import NonFiniteError, SourceError
 from satrap.train.embeddings import session_of
+from waiting import DEADLINE_SECONDS
 
 each_way = pytest.mark.parametrize("overlap", [False, True], ids=["inline", "overlap"])
-DEADLINE_SECONDS = 120
 
 
 @each_way

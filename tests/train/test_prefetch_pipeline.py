@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rpc_parts import DEADLINE_SECONDS, wait_until
 from satrap.errors import NonFiniteError
 from satrap.train.ledger import BatchLedger, BatchRecord, Event, State, Update
 from satrap.train.prefetch_pipeline import PrefetchPipeline
+from waiting import DEADLINE_SECONDS, wait_until
 
 each_way = pytest.mark.parametrize("mode", ["inline", "overlap", "remote"])
 

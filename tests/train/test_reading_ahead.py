@@ -17,7 +17,8 @@ import torch
 from torch.utils.data import DataLoader
 
 import satrap
-from loop import BATCH, NUM_IDS, batches, bits, job, loss_of, train, train_step
+from contents import bits
+from loop import BATCH, NUM_IDS, batches, job, loss_of, train, train_step
 from satrap import Batch, Checkpoint, Inputs, StreamError
 from satrap.train.stream import Stream
 

@@ -11,13 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cluster import DEADLINE_SECONDS
 from network import only_ipv6
-from trainers import Trainers, require_same_as_alone
-
-
-def same(found: dict[str, Any], other: dict[str, Any]) -> bool:
-    return (found["dense"], found["rows"]) == (other["dense"], other["rows"])
+from trainers import Trainers, end_alike, require_same_as_alone
+from waiting import DEADLINE_SECONDS
 
 
 @pytest.mark.parametrize(("world_size", "overlap"), [(2, False), (3, True)])
@@ -33,7 +29,7 @@ def test_it_equals_servers_and_other_machines_bit_for_bit(trainers: Trainers, tm
     how: dict[str, Any] = {"batches": 9, "dropped": [[None, 2]], "accumulate": 2}
     on_servers = trainers.run_on_servers(3, 2, tmp_path, **how)
     for found in (trainers.run([], 2, tmp_path, **how), trainers.run([], 2, tmp_path, machines=True, **how)):
-        assert same(found[0], on_servers[0]) and same(found[1], on_servers[1])
+        assert end_alike(found[0], on_servers[0]) and end_alike(found[1], on_servers[1])
 
 
 def test_machines_that_have_only_ipv6(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +59,7 @@ def test_a_checkpoint_resumes_on_more_trainers_on_one_and_on_servers(trainers: T
         else:
             found.append(trainers.run([], world_size, tmp_path, batches=12, checkpoint=str(copy)))
         assert all(each["resumed"] for each in found[-1])
-    assert same(found[0][0], found[2][0]), "three trainers are three trainers, wherever the rows are"
+    assert end_alike(found[0][0], found[2][0]), "three trainers are three trainers, wherever the rows are"
 
 
 SCRIPT = """

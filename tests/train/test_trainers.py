@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cluster import DEADLINE_SECONDS, batch, one_table, running_servers, server_processes, sharded_worker
+from child_processes import child_process
+from cluster import batch, one_table, running_servers, server_processes, sharded_worker
 from faults import killed_at_random, random_faults, stop_and_go
 from loop import BATCH, batches
 from satrap.errors import CapacityError, SnapshotError
@@ -21,6 +23,7 @@ from satrap.storage.folder import Folder
 from satrap.table import group_cut
 from satrap.table.snapshot.writer import write_cut
 from trainers import Trainers, alone, require_result, require_same_as_alone
+from waiting import DEADLINE_SECONDS
 
 pytestmark = pytest.mark.draw(5)
 
@@ -74,13 +77,10 @@ dist.destroy_process_group()
 
 
 def test_run_first_starts_once_all_other_trainers_wait_and_may_outlast_torchs_timeout(tmp_path: Path) -> None:
-    trainers = [subprocess.Popen([sys.executable, "-c", WAITED_FOR, str(rank), str(tmp_path)]) for rank in (0, 1)]
-    try:
+    commands = [[sys.executable, "-c", WAITED_FOR, str(rank), str(tmp_path)] for rank in (0, 1)]
+    with ExitStack() as stack:
+        trainers = [stack.enter_context(child_process(command)) for command in commands]
         assert [each.wait(DEADLINE_SECONDS) for each in trainers] == [0, 0]
-    finally:
-        for each in trainers:
-            each.kill()
-            each.wait()
 
 
 @pytest.mark.parametrize("ahead", [False, True])

@@ -18,8 +18,9 @@ import torch
 from hypothesis import given
 
 from checkpoint_job import Job, Source
+from contents import bits
 from example_reports import Clock, ListSink
-from loop import batches, bits, job, loss_of, train_step
+from loop import batches, job, loss_of, train_step
 from satrap import Checkpoint, CheckpointError, ConfigError, JsonLines, Progress, Reader, Validation, evaluate
 from trainers import Trainers
 
@@ -139,7 +140,7 @@ class WithDropout(torch.nn.Module):
         return self.model(dense, self.frozen(self.dropout(embeddings)))
 
 
-def train(
+def train_and_call(
     steps: int, during: Callable[[Any, torch.nn.Module], None], staleness: int = 0, overlap: bool = False
 ) -> list[bytes]:
     embeddings, net, optimizer = job(staleness, deterministic=True)
@@ -165,8 +166,8 @@ def test_training_is_not_changed_by_it(staleness: int, overlap: bool) -> None:
         if embeddings.step % 3 == 0:
             found.append((embeddings.step, validations[0].metrics["auc"]))
 
-    undisturbed = train(9, lambda *_: None, staleness, overlap)
-    assert train(9, validate, staleness, overlap) == undisturbed
+    undisturbed = train_and_call(9, lambda *_: None, staleness, overlap)
+    assert train_and_call(9, validate, staleness, overlap) == undisturbed
     assert [step for step, _ in found] == [3, 6, 9]
     expected: list[float] = []
 
@@ -176,7 +177,7 @@ def test_training_is_not_changed_by_it(staleness: int, overlap: bool) -> None:
             plain = copy.deepcopy(model).eval()
             expected.append(evaluate(plain, embeddings.stream(VALID, train=False)).auc())
 
-    train(6, evaluate_alone, staleness, overlap)
+    train_and_call(6, evaluate_alone, staleness, overlap)
     assert found[1][1] == expected[0], "of the rows after exactly six steps"
 
 

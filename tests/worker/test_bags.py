@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 
 from bag_oracle import Bags, assert_pooled, assert_stepped, draw_bags, draw_gradients, follow, read, summed, update
+from contents import counters
 from one_row import F32
 from satrap import _core
 from satrap.config.features import Features
@@ -273,7 +274,7 @@ def digest(num_threads: int, simd: str, num_buckets: int, seed: int) -> str:
     for store in worker.tables.values():
         for array in store.read(everyone):
             seen.update(array.tobytes())
-        seen.update(repr({k: v for k, v in store.stats().items() if k != "bytes"}).encode())
+        seen.update(repr(counters(store)).encode())
     return seen.hexdigest()
 
 

@@ -19,7 +19,8 @@ import pytest
 from benchmarks.cluster.processes import receive, talking
 from numpy.typing import NDArray
 
-from cluster import DEADLINE_SECONDS, batch, one_table, sharded_worker
+from cluster import batch, one_table, sharded_worker
+from contents import contents
 from remote_worker_parts import KillableWorker, ending
 from satrap import Parquet
 from satrap.config.job import Job
@@ -31,6 +32,7 @@ from satrap.worker.local_rows import local_worker
 from satrap.worker.remote.client import remote_worker
 from satrap.worker.server_group import ServerGroup
 from satrap.worker.worker import Worker
+from waiting import DEADLINE_SECONDS
 
 FEATURES = one_table(num_buckets=512)
 IDS = np.arange(1500, dtype=np.uint64)
@@ -72,10 +74,6 @@ def num_files(process: int | str = "self") -> int:
     return len(os.listdir(f"/proc/{process}/fd"))
 
 
-def contents(worker: Worker) -> list[bytes]:
-    return [part.tobytes() for part in worker.tables["t"].read(IDS)]
-
-
 def step(worker: Worker, ids: NDArray[np.uint64], number: int) -> bytes:
     """Look up and update a batch; return the rows that were looked up."""
     looked = worker.lookup(batch(ids), step=number)
@@ -91,7 +89,7 @@ def test_128_servers_of_one_trainer(few_files: None, rng: np.random.Generator) -
         for number in range(1, 5):
             ids = rng.choice(IDS, 1000, replace=False)
             assert step(worker, ids, number) == step(local, ids, number)
-        assert contents(worker) == contents(local)
+        assert contents(worker, IDS) == contents(local, IDS)
         num_threads = 2  # this one, and that of the lease
         assert num_files() - before <= 128 * num_threads * FILES_PER_CONNECTION + OTHER_FILES
     assert num_files() - before <= OTHER_FILES
@@ -123,7 +121,7 @@ def test_four_trainers_over_one_worker_with_64_servers(tmp_path: Path, rng: np.r
                 for each, looked, at in ((local, mine, None), (trainer, theirs, number)):
                     assert looked.ticket is not None
                     each.update([looked.ticket], [np.cos(looked.block)], step=at)
-        assert contents(streams[0][0]) == contents(local)
+        assert contents(streams[0][0], IDS) == contents(local, IDS)
         connections = (num_files(worker.pid) - before - OTHER_FILES) / (4 * 64)
         print(f"{connections / FILES_PER_CONNECTION:.1f} connections for each trainer and server")
         assert connections <= 4 * FILES_PER_CONNECTION

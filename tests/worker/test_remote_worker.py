@@ -15,7 +15,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from remote_worker_parts import BATCH, Net, bits, evaluate, made, running, serving, source, train, write
+from remote_worker_parts import (
+    BATCH,
+    Net,
+    drained_bits,
+    evaluate,
+    made,
+    running,
+    serving,
+    source,
+    train_and_note,
+    write,
+)
 from satrap import Checkpoint, Embeddings, MinCount, Parquet, Table, _core
 from satrap.config.features import Features
 from satrap.errors import InputError, StreamError
@@ -64,12 +75,12 @@ def test_a_remote_worker_has_the_bits_of_a_local_one(
     found = []
     for where in WHERE:
         with running_on(*where, **given) as job:
-            seen = train(job, data, **how)
+            seen = train_and_note(job, data, **how)
             scores = evaluate(job, test)
-            seen += train(job, data.replace(epochs=1, seed=5), **how)
+            seen += train_and_note(job, data.replace(epochs=1, seed=5), **how)
             counters = job[0].counters()
             stale = counters.staleness if overlap is False else None  # with overlap, the time of a drop varies
-            found.append((seen, scores, bits(job), counters.rows, counters.lost, stale))
+            found.append((seen, scores, drained_bits(job), counters.rows, counters.lost, stale))
     assert len(found[0][0]) == 63 and found[0][4]["ids/path"] and found[0][4]["batches/zero_grad"]
     assert all(each == found[0] for each in found)
 
@@ -96,8 +107,8 @@ def test_a_wire_that_rounds_reaches_from_the_servers_to_the_trainer(
         with monkeypatch.context() as patched, running_on(*where, wire=wire) as job:
             if wire == "float16":
                 patched.setattr(PooledCodec, "encode", encode_and_measure)
-            seen = train(job, data, accumulate=accumulate)
-            found.append((seen, bits(job)))
+            seen = train_and_note(job, data, accumulate=accumulate)
+            found.append((seen, drained_bits(job)))
     assert rounded[0] == rounded[1] and rounded[0] != exact[0]
     losses, exact_losses = ([loss for _, loss, *_ in found[0][0]] for found in (rounded, exact))
     assert 0 < np.abs(np.array(losses) - exact_losses).max() < 1e-3
@@ -158,7 +169,7 @@ def test_dense_parameters_on_servers_have_the_same_bits(tmp_path: Path) -> None:
     found = []
     for num_workers in (0, 1):
         with running_on(2, num_workers, dense="async") as job:
-            found.append((train(job, data), bits(job)))
+            found.append((train_and_note(job, data), drained_bits(job)))
     assert len(found[0][0]) == 12 and found[0] == found[1]
 
 
@@ -203,7 +214,7 @@ def test_the_worker_holds_prefetched_batches(tmp_path: Path, staleness: int) -> 
                 seen.append((batch.step, loss.item(), batch.position))
             stream.close()
             assert not stream.dropped
-            found.append((seen, bits(job)))
+            found.append((seen, drained_bits(job)))
     assert len(found[0][0]) == 12 and all(each == found[0] for each in found)
 
 
@@ -234,7 +245,7 @@ def test_a_batch_that_is_looked_up_again_can_be_updated(tmp_path: Path) -> None:
                         if where and number > 1:
                             worker.restart()
 
-                found.append((train(job, data, at, overlap=False), again, bits(job)))
+                found.append((train_and_note(job, data, at, overlap=False), again, drained_bits(job)))
     assert found[0] == found[1]
 
 
@@ -243,8 +254,8 @@ def test_a_checkpoint_resumes_with_or_without_a_worker(tmp_path: Path, workers: 
     path = write(tmp_path / "a.parquet", 24)
     data = source(path, shuffle=True, shuffle_blocks=2, seed=3)
     with running() as job:
-        whole = train(job, data)
-        wanted = bits(job)
+        whole = train_and_note(job, data)
+        wanted = drained_bits(job)
     seen: list[Any] = []
     for num_workers, until in zip(workers, (8, 16, None), strict=True):
         with running_on(2, num_workers) as job:
@@ -263,7 +274,7 @@ def test_a_checkpoint_resumes_with_or_without_a_worker(tmp_path: Path, workers: 
                         run.save()
                         break
             if until is None:
-                assert bits(job) == wanted
+                assert drained_bits(job) == wanted
     assert seen == whole
 
 
@@ -275,14 +286,14 @@ def test_batches_without_a_declared_source_are_looked_up_by_the_trainer(tmp_path
         with running_on(*where) as job:
             embeddings, model, optimizer = job
             names = embeddings.features
-            seen = train(job, data)
+            seen = train_and_note(job, data)
             with embeddings.stream(list(data.batches(names))) as stream:
                 assert not isinstance(stream._inputs, RemoteBatches)
                 for batch in stream:
                     torch.nn.functional.binary_cross_entropy_with_logits(model(batch), batch.label).backward()
                     optimizer.step()
                     optimizer.zero_grad()
-            seen += train(job, data)
-            found.append((seen, bits(job), embeddings.counters().lost, embeddings.step))
+            seen += train_and_note(job, data)
+            found.append((seen, drained_bits(job), embeddings.counters().lost, embeddings.step))
             assert isinstance(embeddings.worker.rows, RemoteRows) == bool(where[1])
     assert all(each == found[0] for each in found)

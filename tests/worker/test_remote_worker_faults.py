@@ -22,7 +22,7 @@ from logged import logged
 from loop import deployed
 from remote_worker_parts import (
     KillableWorker,
-    bits,
+    drained_bits,
     dying,
     ending,
     evaluate,
@@ -30,7 +30,7 @@ from remote_worker_parts import (
     send_through,
     serving,
     source,
-    train,
+    train_and_note,
     working,
     write,
 )
@@ -71,7 +71,12 @@ def test_a_worker_killed_at_random_moments(
     data = source(write(tmp_path / "a.parquet", 40), shuffle=True, shuffle_blocks=2, epochs=12)
     test = source(write(tmp_path / "b.parquet", 40, seed=1))
     with running(**how) as job:
-        wanted = train(job, data, overlap=overlap), evaluate(job, test), bits(job), job[0].counters().lost
+        wanted = (
+            train_and_note(job, data, overlap=overlap),
+            evaluate(job, test),
+            drained_bits(job),
+            job[0].counters().lost,
+        )
     worker = KillableWorker()
     with running_servers(2) as services, ending([worker]), ExitStack() as faults:
         over: list[threading.Event] = []
@@ -82,9 +87,9 @@ def test_a_worker_killed_at_random_moments(
 
         where = {"servers": [each.address for each in services], "workers": [worker.address]}
         with running(**where, **how) as job:
-            seen = train(job, data, at, overlap=overlap)
+            seen = train_and_note(job, data, at, overlap=overlap)
             assert len(handshakes) > 1, "it was never killed during training"
-            found = seen, evaluate(job, test), bits(job), job[0].counters().lost
+            found = seen, evaluate(job, test), drained_bits(job), job[0].counters().lost
             while not over[0].is_set():
                 assert evaluate(job, test) == found[1]
             for table in job[0].tables.values():
@@ -95,12 +100,12 @@ def test_a_worker_killed_at_random_moments(
 def test_servers_and_their_worker_are_killed(tmp_path: Path, seed: int) -> None:
     data = source(write(tmp_path / "a.parquet", 40), epochs=10)
     with running(staleness=2, deterministic=True) as job:
-        wanted = train(job, data), bits(job), job[0].counters().lost
+        wanted = train_and_note(job, data), drained_bits(job), job[0].counters().lost
     worker = KillableWorker()
     with killed_at_random(tmp_path, seed, 4) as (servers, _), dying([worker], seed, 3):
         where = {"servers": [each.address for each in servers], "workers": [worker.address]}
         with running(staleness=2, deterministic=True, **where) as job:
-            assert (train(job, data), bits(job), job[0].counters().lost) == wanted
+            assert (train_and_note(job, data), drained_bits(job), job[0].counters().lost) == wanted
 
 
 @pytest.mark.draw(4)
@@ -111,7 +116,11 @@ def test_a_restarted_worker(tmp_path: Path, moment: str, overlap: bool, how: dic
     """After many batches, at one moment of the trainer's loop."""
     data = source(write(tmp_path / "a.parquet", 12), shuffle=True, shuffle_blocks=2, epochs=2)
     with running(**how) as job:
-        wanted = train(job, data, overlap=overlap, accumulate=accumulate), bits(job), job[0].counters().lost
+        wanted = (
+            train_and_note(job, data, overlap=overlap, accumulate=accumulate),
+            drained_bits(job),
+            job[0].counters().lost,
+        )
     with running_servers(2) as services, working() as (worker,):
 
         def at(now: str, number: int) -> None:
@@ -120,7 +129,11 @@ def test_a_restarted_worker(tmp_path: Path, moment: str, overlap: bool, how: dic
 
         with running(servers=[each.address for each in services], **how) as job:
             send_through(job[0], worker.address)
-            found = train(job, data, at, overlap=overlap, accumulate=accumulate), bits(job), job[0].counters().lost
+            found = (
+                train_and_note(job, data, at, overlap=overlap, accumulate=accumulate),
+                drained_bits(job),
+                job[0].counters().lost,
+            )
     assert found == wanted
 
 
@@ -128,7 +141,7 @@ def test_a_restarted_worker(tmp_path: Path, moment: str, overlap: bool, how: dic
 def test_a_stream_closed_while_it_is_read_is_reopened(tmp_path: Path, overlap: bool, how: dict[str, Any]) -> None:
     data = source(write(tmp_path / "a.parquet", 40))
     with running(**how) as job:
-        wanted = train(job, data, overlap=overlap), bits(job)
+        wanted = train_and_note(job, data, overlap=overlap), drained_bits(job)
     with serving(2) as (where, (worker,)):
 
         def at(now: str, number: int) -> None:
@@ -140,7 +153,7 @@ def test_a_stream_closed_while_it_is_read_is_reopened(tmp_path: Path, overlap: b
                     del session.readers[stream]
 
         with running(**where, **how) as job:
-            assert (train(job, data, at, overlap=overlap), bits(job)) == wanted
+            assert (train_and_note(job, data, at, overlap=overlap), drained_bits(job)) == wanted
 
 
 @pytest.mark.parametrize("server", [0, 1])
@@ -148,7 +161,7 @@ def test_a_worker_killed_during_an_update(tmp_path: Path, server: int, monkeypat
     """Before anything was applied, and after everything was: the update is retried, with batches read again."""
     data = source(write(tmp_path / "a.parquet", 10))
     with running() as job:
-        wanted = train(job, data, accumulate=2), bits(job)
+        wanted = train_and_note(job, data, accumulate=2), drained_bits(job)
     update, died = satrap.worker.remote.service._update, []
     with serving(2) as (where, (worker,)):
 
@@ -167,7 +180,7 @@ def test_a_worker_killed_during_an_update(tmp_path: Path, server: int, monkeypat
 
         monkeypatch.setattr(satrap.worker.remote.service, "_update", dies)
         with running(**where) as job:
-            assert (train(job, data, accumulate=2), bits(job)) == wanted
+            assert (train_and_note(job, data, accumulate=2), drained_bits(job)) == wanted
             repeated = sum(table.stats()["repeated"] for table in job[0].tables.values())
     assert len(died) == 2 * len(set(died)) and (repeated > 0) == bool(server)
 
@@ -176,7 +189,7 @@ def test_a_worker_that_does_not_return(tmp_path: Path) -> None:
     """The waiting call fails with the worker's address; the checkpoint is resumed with another worker."""
     data = source(write(tmp_path / "a.parquet", 16), shuffle=True, shuffle_blocks=2)
     with running() as job:
-        wanted = train(job, data), bits(job)
+        wanted = train_and_note(job, data), drained_bits(job)
     seen: list[Any] = []
     with running_servers(2) as services, working(2) as workers:
         for worker in workers:
@@ -184,9 +197,9 @@ def test_a_worker_that_does_not_return(tmp_path: Path) -> None:
                 send_through(job[0], worker.address, 1.0)
                 run = Checkpoint(tmp_path / "run", job[1], job[2], job[0], data)
                 if run.resume():
-                    seen += train(job, data, first=7)
+                    seen += train_and_note(job, data, first=7)
                     assert seen == wanted[0][6:]
-                    assert bits(job) == wanted[1]
+                    assert drained_bits(job) == wanted[1]
                     break
 
                 def at(now: str, number: int, run: Any = run, worker: Any = worker) -> None:
@@ -196,7 +209,7 @@ def test_a_worker_that_does_not_return(tmp_path: Path) -> None:
                         worker.close()
 
                 with pytest.raises(DeadlineError, match=f"at {worker.address}: "):
-                    train(job, data, at, overlap=False)
+                    train_and_note(job, data, at, overlap=False)
     assert len(seen) == 10
 
 
@@ -208,14 +221,14 @@ def test_a_faulty_network_between_trainer_and_worker(
 ) -> None:
     data = source(write(tmp_path / "a.parquet", 12), shuffle=True, shuffle_blocks=2, epochs=3)
     with running(staleness=2, deterministic=True) as job:
-        wanted = train(job, data, accumulate=2), bits(job), job[0].counters().lost
+        wanted = train_and_note(job, data, accumulate=2), drained_bits(job), job[0].counters().lost
     with ExitStack() as stack:
         services = stack.enter_context(running_servers(2))
         (worker,) = stack.enter_context(working())
         proxy = stack.enter_context(FrameProxy(worker.address, seed, drop, repeat, hold))
         job = stack.enter_context(running(staleness=2, deterministic=True, servers=[each.address for each in services]))
         send_through(job[0], proxy.address)
-        assert (train(job, data, accumulate=2), bits(job), job[0].counters().lost) == wanted
+        assert (train_and_note(job, data, accumulate=2), drained_bits(job), job[0].counters().lost) == wanted
 
 
 def test_rows_that_are_left_out_are_counted_once(tmp_path: Path) -> None:
@@ -270,7 +283,7 @@ def test_a_file_that_the_worker_does_not_have(tmp_path: Path) -> None:
     with serving() as (where, (worker,)), running(**where) as job:
         message = f"^the worker at {worker.address} cannot read the source: {tmp_path}/none.parquet.* no such file"
         with pytest.raises(SourceError, match=message):
-            train(job, source(tmp_path / "none.parquet"))
+            train_and_note(job, source(tmp_path / "none.parquet"))
         run = Checkpoint(tmp_path / "run", job[1], job[2], job[0], source(tmp_path / "none.parquet"))
         with pytest.raises(SourceError, match=message):
             run.save()
@@ -279,7 +292,7 @@ def test_a_file_that_the_worker_does_not_have(tmp_path: Path) -> None:
             SourceError, match=f"the worker at {worker.address} cannot read the source: .*has no column"
         ):
             job[0].stream(source(path).replace(dense="height"))
-        assert len(train(job, source(path))) == 8
+        assert len(train_and_note(job, source(path))) == 8
 
         def cut(_: str, number: int) -> None:
             if number == 1:
@@ -287,7 +300,7 @@ def test_a_file_that_the_worker_does_not_have(tmp_path: Path) -> None:
                 path.write_bytes(b"PAR1")
 
         with pytest.raises(SourceError, match=f"^the worker at {worker.address} cannot read the source: {path}"):
-            train(job, source(path), cut)
+            train_and_note(job, source(path), cut)
 
 
 def test_another_job_is_refused_field_by_field() -> None:
@@ -330,13 +343,13 @@ def test_a_replaced_trainer_reads_no_more(tmp_path: Path) -> None:
     """A trainer that starts a new attempt, by a restore, continues."""
     data = source(write(tmp_path / "a.parquet", 12))
     with serving() as (where, (worker,)), running(**where) as old, running(**where) as new:
-        seen = train(new, data)
+        seen = train_and_note(new, data)
         with pytest.raises(AttemptError, match="this process was replaced"):
-            train(old, data)
+            train_and_note(old, data)
         new[0].tables.clear()  # type: ignore[union-attr]
         session_of(new[0]).resume_at(0, data, None)
         with running() as alone:
-            assert len(seen) == len(train(new, data)) == len(train(alone, data))
+            assert len(seen) == len(train_and_note(new, data)) == len(train_and_note(alone, data))
         assert len(worker.host._sessions) == 1 and not worker.host._sessions[0].readers
 
 
@@ -352,7 +365,7 @@ def test_servers_that_were_started_empty(tmp_path: Path) -> None:
                     with running(servers=[address], workers=[worker.address]) as job:
                         assert isinstance(job[0].worker.rows, RemoteRows)
                         job[0].tables.clear()  # type: ignore[union-attr]
-                        assert len(train(job, data)) == 4
+                        assert len(train_and_note(job, data)) == 4
                 numbers.append(worker.host._attempt)
     assert numbers == [6, 2]
 
@@ -374,10 +387,10 @@ def test_a_worker_that_was_suspended_and_replaced(tmp_path: Path) -> None:
         stepping = pool.submit(old[2].step)
         with running(servers=[services[0].address], workers=[replacing.address]) as new, running() as alone:
             new[0].tables.clear()  # type: ignore[union-attr]
-            found = train(new, data), bits(new)
+            found = train_and_note(new, data), drained_bits(new)
             worker.resume()
             assert isinstance(stepping.exception(), AttemptError)
-            assert found == (train(alone, data), bits(alone)) and bits(new) == found[1]
+            assert found == (train_and_note(alone, data), drained_bits(alone)) and drained_bits(new) == found[1]
         stream.close()
         assert stream.counters().lost == {"batches/failed": 1}, "and step() has said so"
 
@@ -397,7 +410,7 @@ def test_keys(tmp_path: Path) -> None:
         Service(Server(num_threads=1), ServerCalls, "tcp://127.0.0.1:0", Keys.read(key)) as service,
     ):
         with running(servers=[service.address], workers=[worker.address], keys=client) as job:
-            assert len(train(job, data)) == 4
+            assert len(train_and_note(job, data)) == 4
         of, others = features(), Keys.read(tmp_path / "others" / "client.key")
         servers = ServerGroup(Job(tables=of.tables), [service.address], keys=Keys.read(client))
         with pytest.raises(DeadlineError, match="no connection"):

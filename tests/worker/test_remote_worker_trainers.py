@@ -12,11 +12,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from cluster import DEADLINE_SECONDS, running_servers, server_processes
+from cluster import running_servers, server_processes
 from faults import kill, random_faults
 from loop import NUM_IDS
 from remote_worker_parts import KillableWorker, ending, working
 from trainers import Trainers, said
+from waiting import DEADLINE_SECONDS
 
 
 @pytest.fixture(scope="module")

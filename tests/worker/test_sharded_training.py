@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from cluster import DEADLINE_SECONDS, ServerProcess, running_servers
-from loop import batches, bits, deployed, job, loss_of, running, train
+from cluster import running_servers
+from contents import bits
+from loop import batches, deployed, job, loss_of, running, take_step, train
 from satrap import Checkpoint, ConfigError, Embeddings, StreamError, Table
 from satrap.errors import SnapshotError
 from satrap.server.migration.coordinator import Migration
 from satrap.worker.rows import UpdateRequest
 from satrap.worker.sharded_rows import ShardedRows
+from waiting import DEADLINE_SECONDS
 
 pytestmark = pytest.mark.draw(6)
 each_way = pytest.mark.parametrize("overlap", [False, True], ids=["inline", "overlap"])
@@ -125,40 +126,8 @@ def _train_and_save(embeddings: Any, model: Any, optimizer: Any, run: Checkpoint
     for batch in embeddings.stream(data):
         if batch.step == until:
             return
-        loss = torch.nn.functional.binary_cross_entropy_with_logits(model(batch.dense, batch.embeddings), batch.label)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        take_step(loss_of(model, batch), optimizer)
         run.save(every_steps=2)
-
-
-def test_changes_after_a_server_was_killed_are_saved_whole(tmp_path: Path) -> None:
-    """It has its rows, but no longer the removed ids. The servers' versions differ from then on."""
-    servers = [ServerProcess(tmp_path / f"rows-{number}") for number in range(2)]
-    data, folder, saved = batches(20), tmp_path / "run", []
-    try:
-        embeddings, model, optimizer = job(servers=[each.address for each in servers])
-        run = Checkpoint(folder, model, optimizer, embeddings, data, full_every=4, keep=9)
-        for batch in embeddings.stream(data):
-            optimizer.zero_grad()
-            loss_of(model, batch).backward()
-            optimizer.step()
-            if batch.step == 5:
-                servers[1].kill()
-                servers[1].restart()
-            if run.save(every_steps=2):
-                parent = json.loads(next(folder.glob(f"*-step-{batch.step}/checkpoint.json")).read_text())["parent"]
-                saved.append(parent is None)
-        wanted = bits(embeddings, model)
-        assert embeddings.worker.servers is not None
-        embeddings.worker.servers.close()
-    finally:
-        for each in servers:
-            each.end()
-    assert saved == [True, False, True, False, False, False, True, False, False, False]
-    with running(3) as (embeddings, model, optimizer):
-        assert Checkpoint(folder, model, optimizer, embeddings, data).resume()
-        assert bits(embeddings, model) == wanted
 
 
 def test_a_missing_part_is_refused_and_changes_nothing(tmp_path: Path) -> None:

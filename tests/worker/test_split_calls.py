@@ -42,8 +42,7 @@ from splits import (
     make_split,
     rows_for,
 )
-
-DEADLINE_SECONDS = 240.0
+from waiting import DEADLINE_SECONDS
 
 
 def test_unchanged_owners_and_whole_gradients_need_no_ids() -> None:

@@ -16,17 +16,8 @@ from numpy.typing import NDArray
 
 import satrap.server.server
 from bag_oracle import draw_bags, update
-from cluster import (
-    DEADLINE_SECONDS,
-    IDS,
-    batch,
-    contents,
-    features,
-    one_table,
-    running_servers,
-    sharded_worker,
-    step_both,
-)
+from cluster import batch, features, one_table, running_servers, sharded_worker, step_both
+from contents import IDS, contents
 from loop import DIM, Net, batches, job, rows, train
 from satrap import Deployment, Embeddings, _core
 from satrap.config.job import Job
@@ -40,6 +31,7 @@ from satrap.table.table_group import TableGroup
 from satrap.worker import sharded_rows
 from satrap.worker.local_rows import local_worker
 from satrap.worker.server_group import ServerGroup
+from waiting import DEADLINE_SECONDS
 
 F32 = NDArray[np.float32]
 FLOAT16_MOST = 2.0**15  # the halves of a row are at most this large

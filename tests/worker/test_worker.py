@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from bag_oracle import update
+from contents import worker_contents
 from oracle import as_ids
 from satrap._core import Ticket
 from satrap.config.features import Features
@@ -28,6 +29,7 @@ from satrap.data.inputs import Inputs
 from satrap.errors import ConfigError, InputError, NonFiniteError, TicketError
 from satrap.worker.local_rows import local_worker
 from satrap.worker.worker import LookupResult
+from waiting import DEADLINE_SECONDS
 
 ITEM = Table("item", dim=2, optimizer=SGD(lr=1.0), initial=Constant(0.0), num_buckets=2)
 USER = Table("user", dim=3, optimizer=Ftrl(), initial=Constant(0.0), num_buckets=2)
@@ -41,18 +43,6 @@ GOOD = Inputs(
 )
 BLOCK = np.ones((2, 7), np.float32)
 PATH = np.ones((2, 2, 2), np.float32)
-DEADLINE_SECONDS = 240.0
-
-
-def contents(worker: Any) -> Any:
-    return (
-        worker.tables.latest_step,
-        worker.truncated,
-        [
-            (store.stats(), [part.tolist() for part in store.read(as_ids(range(12)))])
-            for store in worker.tables.values()
-        ],
-    )
 
 
 @pytest.fixture
@@ -60,11 +50,11 @@ def worker() -> Iterator[Any]:
     """A worker that has trained, and that no test here may change."""
     made = local_worker(FEATURES, num_threads=2)
     update(made, made.lookup(GOOD), BLOCK, {"path": PATH})
-    before = contents(made)
+    before = worker_contents(made, as_ids(range(12)), left_out=())
     yield made
     for store in made.tables.values():
         store.check()
-    assert contents(made) == before, "a refused call changed the tables"
+    assert worker_contents(made, as_ids(range(12)), left_out=()) == before, "a refused call changed the tables"
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -188,7 +178,7 @@ BAD_UPDATES: list[tuple[dict[str, Any], str]] = [
 def test_bad_updates(options: Any, words: str) -> None:
     worker: Any = local_worker(FEATURES)
     looked = worker.lookup(GOOD)
-    before = contents(worker)
+    before = worker_contents(worker, as_ids(range(12)), left_out=())
     good: dict[str, Any] = {
         "tickets": [looked.ticket],
         "block_gradients": [BLOCK],
@@ -196,15 +186,15 @@ def test_bad_updates(options: Any, words: str) -> None:
     }
     with pytest.raises(InputError, match=words):
         worker.update(**good | options)
-    assert contents(worker) == before
+    assert worker_contents(worker, as_ids(range(12)), left_out=()) == before
     worker.update(**good)  # the ticket is still good
-    assert contents(worker) != before
+    assert worker_contents(worker, as_ids(range(12)), left_out=()) != before
 
 
 def test_nonfinite_gradients_are_named() -> None:
     worker: Any = local_worker(FEATURES)
     looked = worker.lookup(GOOD)
-    before = contents(worker)
+    before = worker_contents(worker, as_ids(range(12)), left_out=())
     for bad, words in (
         ((1, 0), "table 'item': the gradient of id 2 in sample 1 of feature 'item' holds nan; .* on_nonfinite='skip'"),
         ((0, 3), "the gradient of id 3 in sample 0 of feature 'seen' holds nan"),
@@ -218,7 +208,7 @@ def test_nonfinite_gradients_are_named() -> None:
     path[0, 1, 0] = np.inf
     with pytest.raises(NonFiniteError, match="the gradient of id 7 in sample 0 of feature 'path' holds inf"):
         update(worker, looked, BLOCK, {"path": path})
-    assert contents(worker) == before
+    assert worker_contents(worker, as_ids(range(12)), left_out=()) == before
     update(worker, looked, BLOCK)  # the ticket was not used
 
 
@@ -315,7 +305,9 @@ def test_gradients_may_be_tensors_and_strided() -> None:
     path: Any = torch.arange(8.0).reshape(2, 2, 2)
     update(worker, worker.lookup(GOOD), block, {"path": path})
     update(other, other.lookup(GOOD), block.numpy().copy(), {"path": path.numpy()})
-    assert contents(worker) == contents(other)
+    assert worker_contents(worker, as_ids(range(12)), left_out=()) == worker_contents(
+        other, as_ids(range(12)), left_out=()
+    )
 
 
 # -- threads and cost --------------------------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ _LOG = logging.getLogger("satrap.train")
 _UNREAD, _LOOKUPS = 10, 20
 _UNTRAINED = (
     "the last %d lookups for training brought no gradient, so these are not trained: %s. Usual causes are detach(), "
-    ".data, numpy() or torch.no_grad() between the batch and the loss, or a model that does not use the rows. If they are "
-    "to stay as they are, declare Table(..., frozen=True)"
+    ".data, numpy() or torch.no_grad() between the batch and the loss, or a model that does not use the rows. If they "
+    "are to stay as they are, declare Table(..., frozen=True)"
 )
 
 

@@ -239,6 +239,18 @@ def test_a_script_in_the_style_of_the_formatter(
     assert run(tmp_path, ruff, "format", "--diff", *isolated) == ""
 
 
+def conversion_in(shown: str) -> list[str]:
+    """Return the arguments of python in the command that converts a file, which is a line by itself."""
+    (command,) = re.findall(r"^to convert the file to Parquet:\n(python -c .*)$", shown, re.MULTILINE)
+    return shlex.split(command)[1:]
+
+
+def table_in(shown: str) -> dict[str, str]:
+    """Return the lines of the table of columns, by column, without what only text shows."""
+    lines = shown.partition("\n(inferred from ")[0].splitlines()[1:]
+    return {line.split()[0]: re.sub(r"(; |  +)'.*' counts? as missing$|\s+", " ", line).strip() for line in lines}
+
+
 @pytest.mark.parametrize("bad_rows", [0, 1])
 def test_the_command_that_is_shown_converts_times(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], bad_rows: int
@@ -248,12 +260,45 @@ def test_the_command_that_is_shown_converts_times(
     path.write_text(path.read_text() + "1\tonly two\n" * bad_rows)
     script = str(tmp_path / "text.py")
     assert main(["train", str(path), "--script", script, "--max-bad-rows", str(bad_rows)]) == 0
-    shown = re.search(r"on the hour and the weekday of at, .*\n python (-c .*)\)\n", capsys.readouterr().out)
-    assert shown is not None
-    run(tmp_path, sys.executable, *shlex.split(shown[1]))
+    shown = capsys.readouterr().out
+    assert "(at holds times as text; from a Parquet file, its hour and its weekday would be ids)" in shown
+    run(tmp_path, sys.executable, *conversion_in(shown))
     assert main(["train", f"{path}.parquet", "--script", str(tmp_path / "typed.py")]) == 0
     assert "convert" not in capsys.readouterr().out
     assert 'time="hour_of_day"' in (tmp_path / "typed.py").read_text()
+
+
+@pytest.mark.parametrize("days", ["2024-01-%02d", "%02d.01.2024"])
+def test_a_converted_file_has_the_columns_of_the_text(
+    days: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """But for times and decimal commas; words and empty fields are missing there, too, and codes stay text."""
+    draw = np.random.default_rng(0)
+    rows = [
+        {
+            "click": draw.choice(["", "no", "yes"], p=[0.1, 0.5, 0.4]),
+            "item": draw.choice(["", "red", "it's", "-", "$HOME"]),
+            "zip": f"{draw.integers(0, 90):05}",
+            "opens": f"{draw.integers(7, 12):02}:30",
+            "is_new": draw.choice(["true", "false", ""]),
+            "hashed": 2**63 + int(draw.integers(0, 50)) * 5 ** 20,
+            "price": draw.choice(["-", "7", f"{draw.integers(0, 900) / 4:.2f}".replace(".", ",")], p=[0.05, 0.05, 0.9]),
+            "visits": draw.choice(["?", f"{draw.integers(0, 10**6)}"], p=[0.04, 0.96]),
+            "day": draw.choice(["", days % draw.integers(1, 29)], p=[0.1, 0.9]),
+        }
+        for _ in range(1000)
+    ]
+    path = tmp_path / "data.csv"
+    path.write_text("\n".join(";".join(map(str, row)) for row in [list(rows[0]), *(row.values() for row in rows)]) + "\n")
+    assert main(["train", str(path), "--script", str(tmp_path / "text.py")]) == 0
+    shown = capsys.readouterr().out
+    assert "(day holds times as text; from a Parquet file, its weekday would be ids)" in shown
+    run(tmp_path, sys.executable, *conversion_in(shown))
+    assert main(["train", f"{path}.parquet", "--script", str(tmp_path / "typed.py")]) == 0
+    text, typed = table_in(shown), table_in(capsys.readouterr().out)
+    assert re.fullmatch(r"price real \d+ \d %? ?number numbers with fractions", typed.pop("price")), typed
+    assert re.fullmatch(r"day time 28 \d+ % id its weekday; dim 4", typed.pop("day")), typed
+    assert typed == {name: line for name, line in text.items() if name not in ("price", "day")}
 
 
 def test_malformed_rows_that_are_allowed_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -280,16 +325,6 @@ def test_words_among_numbers_are_missing_in_the_script(tmp_path: Path, capsys: p
     exec(compile(script.read_text(), str(script), "exec"), names)
     with contextlib.closing(names["source"]().replace(batch_size=60).batches(["item"])) as batches:
         assert np.all(next(iter(batches)).dense == np.float32(names["NUMBERS"]["price"][0]))
-
-
-def test_the_command_that_is_shown_converts_decimal_commas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    price = [f"{number:.2f}".replace(".", ",") for number in clicks()["price"].fill_null(0.0).to_pylist()]
-    path = write(tmp_path, "tsv", clicks().set_column(2, "price", pa.array(price)))
-    assert main(["train", str(path), "--script", str(tmp_path / "text.py")]) == 0
-    shown = re.search(r"price is text.* decimal commas, as in .*\n.* by python (-c .*)\)\n", capsys.readouterr().out)
-    assert shown is not None
-    run(tmp_path, sys.executable, *shlex.split(shown[1]))
-    assert pq.read_schema(f"{path}.parquet").field("price").type == pa.float64()
 
 
 # -- bad input ---------------------------------------------------------------------------------------------------------

@@ -105,7 +105,7 @@ def _source(plan: ColumnPlan, settings: ScriptSettings) -> str:
         arguments.append(_nested("ids={", columns, "}", 8))
     if settings.delimiter is not None:
         profiles = [column.profile for column in plan.columns if column.use != "ignored"]
-        if missing := sorted({*settings.missing}.union(*(profile.missing_texts for profile in profiles))):
+        if missing := sorted(plan.missing_texts.union(settings.missing)):
             arguments.append(_nested("missing=[", list(map(_text, missing)), "]", 8))
         if any(profile.has_blanks for profile in profiles):
             arguments.append("strip=True")

@@ -89,6 +89,7 @@ def rows_of(folder: Path) -> dict[str, dict[int, bytes]]:
 def test_the_command_and_its_script_give_the_same_bits(tmp_path: Path) -> None:
     write(tmp_path, "parquet", clicks())
     output = run(tmp_path, SATRAP, "train", "clicks.parquet", "--ignore", "day", "--epochs", "4")
+    assert "and running: a DCN, then a logistic regression\neach: at most 4 passes, until 2 evaluations" in output
     metrics = METRICS.findall(output)
     assert [each[0] for each in metrics] == ["DCN", "logistic regression"]
     assert all(0.65 < float(each[1]) < 1 for each in metrics), output
@@ -261,7 +262,7 @@ def test_the_command_that_is_shown_converts_times(
     script = str(tmp_path / "text.py")
     assert main(["train", str(path), "--script", script, "--max-bad-rows", str(bad_rows)]) == 0
     shown = capsys.readouterr().out
-    assert "(at holds times as text; from a Parquet file, its hour and its weekday would be ids)" in shown
+    assert "(at holds times as text; from a Parquet file, its hour and its weekday are ids)" in shown
     run(tmp_path, sys.executable, *conversion_in(shown))
     assert main(["train", f"{path}.parquet", "--script", str(tmp_path / "typed.py")]) == 0
     assert "convert" not in capsys.readouterr().out
@@ -281,7 +282,7 @@ def test_a_converted_file_has_the_columns_of_the_text(
             "zip": f"{draw.integers(0, 90):05}",
             "opens": f"{draw.integers(7, 12):02}:30",
             "is_new": draw.choice(["true", "false", ""]),
-            "hashed": 2**63 + int(draw.integers(0, 50)) * 5 ** 20,
+            "hashed": 2**63 + int(draw.integers(0, 50)) * 5**20,
             "price": draw.choice(["-", "7", f"{draw.integers(0, 900) / 4:.2f}".replace(".", ",")], p=[0.05, 0.05, 0.9]),
             "visits": draw.choice(["?", f"{draw.integers(0, 10**6)}"], p=[0.04, 0.96]),
             "day": draw.choice(["", days % draw.integers(1, 29)], p=[0.1, 0.9]),
@@ -289,10 +290,12 @@ def test_a_converted_file_has_the_columns_of_the_text(
         for _ in range(1000)
     ]
     path = tmp_path / "data.csv"
-    path.write_text("\n".join(";".join(map(str, row)) for row in [list(rows[0]), *(row.values() for row in rows)]) + "\n")
+    path.write_text(
+        "\n".join(";".join(map(str, row)) for row in [list(rows[0]), *(row.values() for row in rows)]) + "\n"
+    )
     assert main(["train", str(path), "--script", str(tmp_path / "text.py")]) == 0
     shown = capsys.readouterr().out
-    assert "(day holds times as text; from a Parquet file, its weekday would be ids)" in shown
+    assert "(day holds times as text; from a Parquet file, its weekday are ids)" in shown
     run(tmp_path, sys.executable, *conversion_in(shown))
     assert main(["train", f"{path}.parquet", "--script", str(tmp_path / "typed.py")]) == 0
     text, typed = table_in(shown), table_in(capsys.readouterr().out)
@@ -317,9 +320,11 @@ def test_words_among_numbers_are_missing_in_the_script(tmp_path: Path, capsys: p
     script = tmp_path / "train.py"
     assert main(["train", str(path), "--script", str(script), "--missing", "never seen"]) == 0
     shown = capsys.readouterr().out
-    assert re.search(r"^price +real +[\d,]+ +\d+ % +number +'-', 'nan', 'unknown' count as missing$", shown, re.M), (
-        shown
-    )
+    assert re.search(
+        r"^price +real +[\d,]+ +\d+ % +number +numbers with fractions; '-', 'nan', 'unknown' count as missing$",
+        shown,
+        re.M,
+    ), shown
     assert 'missing=["-", "nan", "never seen", "unknown"]' in script.read_text()
     names: dict[str, Any] = {"__name__": "script"}
     exec(compile(script.read_text(), str(script), "exec"), names)
@@ -340,12 +345,15 @@ def error_of(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
     [
         ("", "give columns=; columns= is an argument of satrap.CSV in a script"),
         ("a,click\n\xe9,0\n", "; encoding= is an argument of satrap.CSV in a script, for which this command has no"),
+        ("a,click\n\xe9,0\n", "convert the file, such as by iconv -f latin1 -t utf-8 FILE > NEW"),
         ("a,click\n", "found no rows; expected at least one"),
         ("1.5,0\n2.5,1\n", "its first line has '1.5', which is no name of a column"),
         ("a,a,click\nx,y,0\nx,y,1\n", "has several columns 'a'"),
         ("a,b\nx,0\ny,1\n", "no label was named; name it with --label COLUMN"),
         ("a,click\nx,0\nx,2\ny,5\n", "label 'click' has 3 distinct values"),
         ("a,click\nx,1\ny,1\n", "label 'click' has one value only, '1'"),
+        ("a,click\nx,0\ny,1\n", " 0 for test among the rows with a label; expected at least 1 for each: give more"),
+        ("a,click\n" + "x,\ny,\n" * 200 + "x,1\ny,0\n", "2 for training, 0 for validation, 0 for test among the rows"),
         ("a,click\n" + "x,0\ny,1\n" * 20, "column 'a' tells the label 'click' in every row"),
     ],
 )
@@ -366,9 +374,11 @@ def test_files_that_cannot_be_trained_on(
         (["clicks.csv", "--epochs", "0"], "--epochs is 0; expected"),
         (["clicks.csv", "--max-bad-rows", "-1"], "--max-bad-rows is -1; expected"),
         (["clicks.csv", "--out", "."], "exists and is not empty"),
+        (["clicks.csv", "--out", "a run"], "or remove it, or continue it: python 'a run/train.py'"),
         (["clicks.csv", "--script", "clicks.csv"], "exists; expected a new file"),
         (["clicks.csv", "--test", "other.csv"], "other.csv has no column 'user_id'"),
         (["clicks.csv", "--test", "clicks.parquet"], "is of another format"),
+        (["clicks.csv", "--test", "empty.csv"], "empty.csv: found no rows; expected at least one"),
         (["clicks.csv", "--test-after", "same"], "nine tenths of column 'same' hold"),
         (["clicks.csv", "clicks.parquet"], "files of one format"),
         (["clicks.parquet", "--missing", "-"], "--missing: words stand for missing values in text files, and"),
@@ -386,7 +396,10 @@ def test_arguments_that_cannot_be_used(
     write(tmp_path, "csv", table)
     write(tmp_path, "parquet", table)
     (tmp_path / "clicks.xls").write_text("x")
+    (tmp_path / "a run").mkdir()
+    (tmp_path / "a run/train.py").touch()
     (tmp_path / "other.csv").write_text("a,click\nx,1\n")
+    (tmp_path / "empty.csv").write_text(",".join(table.column_names) + "\n")
     before = sorted(path.name for path in tmp_path.iterdir())
     assert message in error_of(capsys, *arguments)
     assert sorted(path.name for path in tmp_path.iterdir()) == before

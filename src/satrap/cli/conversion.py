@@ -1,4 +1,4 @@
-"""The command that converts a text file to Parquet, for `satrap train`, where dates and decimal commas can be trained on.
+"""The command that `satrap train` prints to convert text to Parquet, which has types for dates and decimal commas.
 
 Pure but for the names of the files. All other columns keep their use: what is missing in the text is null in Parquet,
 and text stays text, which 007 or 12:30 would not be if pyarrow inferred the types.
@@ -22,10 +22,10 @@ def conversion_lines(plan: ColumnPlan, source: CSV, missing: Sequence[str]) -> I
     times = [column.profile for column in plan.columns if column.why.startswith(TEXT_TIME)]
     for profile in times:
         parts = " and its ".join(parts_of_time(profile))
-        yield f"({profile.name} holds times as text; from a Parquet file, its {parts} would be ids)"
+        yield f"({profile.name} holds times as text; from a Parquet file, its {parts} are ids)"
     commas = dict(decimal_commas(plan))
     for name, number in commas.items():
-        yield f"({name} is text, since it has decimal commas, as in {number!r}; from a Parquet file, it would be numbers)"
+        yield f"({name} is text, since it has decimal commas as in {number!r}; from a Parquet file, it is numbers)"
     if not times and not commas:
         return
     profiles = [column.profile for column in plan.columns]
@@ -41,8 +41,11 @@ def conversion_lines(plan: ColumnPlan, source: CSV, missing: Sequence[str]) -> I
     if any(profile.is_day_first for profile in times):
         options += f", timestamp_parsers=[csv.ISO8601, {_code(_DAY_FIRST)[1:]}"
     files = find_files(source.path, source.filesystem)
-    skip = ', invalid_row_handler=lambda row: "skip"' if source.max_bad_rows else ""
-    parsing = f"parse_options=csv.ParseOptions(delimiter={_code(source.delimiter)}{skip})"
+    parsing = f"parse_options=csv.ParseOptions(delimiter={_code(source.delimiter)})"
+    if source.max_bad_rows:  # with threads, one run in thirty aborts at exit: a thread of pyarrow still has the lambda
+        parsing = (
+            f'{parsing[:-1]}, invalid_row_handler=lambda row: "skip"), read_options=csv.ReadOptions(use_threads=False)'
+        )
     table = f"csv.read_csv({_code(files[0].name)}, {parsing}, convert_options=csv.ConvertOptions({options}))"
     code = f"from pyarrow import csv, parquet; parquet.write_table({table}, {_code(files[0].name + '.parquet')})"
     yield f"to convert {'the file' if len(files) == 1 else 'each file, here the first,'} to Parquet:"
@@ -51,7 +54,7 @@ def conversion_lines(plan: ColumnPlan, source: CSV, missing: Sequence[str]) -> I
 
 def _type(profile: ColumnProfile) -> str:
     """Return the Arrow type of a column that pyarrow might infer wrongly, otherwise an empty text."""
-    if profile.kind == "integer" and profile.least >= 0 and 2**63 <= profile.most:
+    if profile.kind == "integer" and profile.least >= 0 and profile.most >= 2**63:
         return "uint64"
     return "string" if profile.kind == "text" else ""
 

@@ -40,6 +40,8 @@ _ROWS_TRAINED = 2_000_000
 _BATCHES = ((20_000, 64), (100_000, 256))
 """Numbers of rows below which a batch has these samples by default."""
 _LARGEST_BATCH = 512
+_ROWS_COUNTED = 10_000
+"""Rows below which the samples for training, validation and the test are counted before a script is written."""
 _ROWS_AT_ONCE = 8192
 """Rows in a batch when a file is read only to count its rows."""
 
@@ -223,7 +225,26 @@ def _infer(source: FileSource, path: Any, options: argparse.Namespace) -> tuple[
         seed=options.seed,
         out=str(options.out),
     )
+    if num_rows < _ROWS_COUNTED:
+        _check_parts(source, plan, settings)
     return plan, settings, num_sampled
+
+
+def _check_parts(source: FileSource, plan: ColumnPlan, settings: ScriptSettings) -> None:
+    """Raise if no sample is left for training, validation or the test, as in a file of few rows."""
+    sizes, label = {}, plan.label.column
+    options: dict[str, Any] = {"is_typed": not isinstance(source, CSV), "missing": plan.missing_texts}
+    for name, part in zip(("training", "validation", "test"), settings.parts, strict=True):
+        reader = source.replace(batch_size=_ROWS_AT_ONCE, extra=(label,), **part)
+        with closing(reader.batches(())) as batches:
+            values = [clean_values(batch.extra[label], **options).array for batch in batches]
+        sizes[name] = sum(len(array) - array.null_count for array in values)
+    if 0 in sizes.values():
+        shown = ", ".join(f"{size} for {name}" for name, size in sizes.items())
+        raise InputError(
+            f"{source.path}: found {shown} among the rows with a label; expected at least 1 for each: give more rows, "
+            "such as 100"
+        )
 
 
 def _count_rows(source: FileSource, column: str) -> int:
@@ -236,12 +257,13 @@ def _count_rows(source: FileSource, column: str) -> int:
 
 
 def _check_test(source: FileSource, used: Sequence[str], test: str) -> None:
-    """Raise if the file to test on is of another format or has not all columns."""
+    """Raise if the file to test on is of another format, has not all columns, or has no rows."""
     other = infer_source(test)
     if type(other) is not type(source) or getattr(other, "delimiter", None) != getattr(source, "delimiter", None):
         raise InputError(f"--test: {test} is of another format than {source.path}; expected the same format")
     if missing := [name for name in used if name not in column_names(other)]:
         raise InputError(f"--test: {test} has no column {missing[0]!r}; expected the columns of {source.path}")
+    sample_rows(other, used[:1], 1)
 
 
 def _parts(

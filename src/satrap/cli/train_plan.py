@@ -22,7 +22,7 @@ _MOST_BUCKETS = 128
 _LEAST_REPEATS = 10
 """Rows for each distinct value, on average, from which an embedding can be learned for it."""
 _LEAST_REPEATS_OF_MANY = 5
-"""The same for more distinct whole numbers, which are often the keys of items."""
+"""The same for more distinct whole numbers, unless they have a long tail: they are often the keys of items."""
 _MOST_COUNT = 2**31
 """Whole numbers beyond it are keys or hashes, and float32 could not tell them apart."""
 _LARGEST_FLOAT32 = 3.4028234e38
@@ -337,9 +337,13 @@ def _use_of_integers(profile: ColumnProfile) -> tuple[Use, str]:
     if _needs_declared_kind(profile):
         return "number", "whole numbers in a column of floats"
     is_few = profile.num_distinct <= _MOST_BUCKETS
-    if repeats >= (_LEAST_REPEATS if is_few else _LEAST_REPEATS_OF_MANY):
-        return "number and id", "few distinct numbers" if is_few else "numbers that repeat"
-    return "number", "too few rows for each number to learn an embedding"
+    if repeats < (_LEAST_REPEATS if is_few else _LEAST_REPEATS_OF_MANY):
+        return "number", "too few rows of each number for an embedding"
+    if is_few:
+        return "number and id", "few distinct numbers"
+    if profile.has_long_tail:
+        return "number", "a long tail, as counts have"
+    return "number and id", "numbers that repeat"
 
 
 def _is_different_in_each_row(profile: ColumnProfile) -> bool:

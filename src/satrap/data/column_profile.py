@@ -26,6 +26,8 @@ _TIME = r"^\d{4}-\d\d-\d\d([T ]\d\d:\d\d(:\d\d(\.\d+)?)?(Z|[-+]\d\d:?\d\d)?)?$"
 _DAY_FIRST = r"^\d\d\.\d\d\.\d{4}( \d\d:\d\d(:\d\d)?)?$"
 _CODE = r"^[-+]?0\d"  # a leading zero would be lost in a number
 _NUM_SHOWN = 20
+_LONG_TAIL = 6.0
+"""Deviations above the mean beyond which the largest number makes a long tail."""
 _LEAST_FOR_LEAK = 20
 """Rows that a column must have to be said to tell the label: fewer agree by chance."""
 _REPEATS = 10
@@ -75,6 +77,11 @@ class ColumnProfile:
         """Whether all values are numbers."""
         return self.kind in ("integer", "real", "flag")
 
+    @property
+    def has_long_tail(self) -> bool:
+        """Whether numbers from 0 have a long tail, as counts and prices do: they are read as ln(1 + x)."""
+        return self.least >= 0 and self.most > self.mean + _LONG_TAIL * self.deviation
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumbersInText:
@@ -116,7 +123,7 @@ def profile_column(name: str, array: Any, *, is_typed: bool, missing: Collection
     elif kind == "time":
         about["is_date"] = _is_date(present)
     elif kind == "text time":
-        about["is_date"] = max(map(len, counts.field("values").to_pylist())) == len("2024-12-31")
+        about["is_date"] = arrow.compute.max(arrow.compute.binary_length(present)).as_py() == len("2024-12-31")
         about["is_day_first"] = "." in about["values"][0][:4]
     elif kind == "text":
         words = arrow.compute.count_substring_regex(present.cast(arrow.large_binary()), r"\S+")
@@ -269,7 +276,7 @@ def _numbers_in(counts: Any) -> NumbersInText | None:
 
 def _is_date(times: Any) -> bool:
     compute = pyarrow_for("reading data").compute
-    return compute.all(compute.equal(times, compute.floor_temporal(times, unit="day"))).as_py()
+    return bool(compute.all(compute.equal(times, compute.floor_temporal(times, unit="day"))).as_py())
 
 
 def _number_facts(numbers: Any) -> dict[str, Any]:

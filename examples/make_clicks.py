@@ -1,6 +1,7 @@
-"""Writes the data that the guides read: clicks/train/ and clicks/test/, Parquet files of random clicks.
+"""Writes the data that the guides read: Parquet files of random clicks, clicks/train/, clicks/test/ and ads.parquet.
 
-A user with an odd id clicks, and one with an even id does not, in nine of ten samples; the other columns tell nothing.
+In the folders, a user with an odd id clicks, and one with an even id does not, in nine of ten samples; the other
+columns tell nothing. In ads.parquet, all columns but the session tell something.
 """
 
 from pathlib import Path
@@ -8,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+import satrap
 
 
 def write_clicks(folder: Path, num: int, seed: int) -> None:
@@ -26,6 +29,15 @@ def write_clicks(folder: Path, num: int, seed: int) -> None:
     pq.write_table(pa.table(columns), folder / "part.parquet")
 
 
+def write_ads(path: Path, num: int) -> None:
+    """Write so many samples, whose sessions are different texts."""
+    clicks = satrap.synthetic.Clicks(num_samples=num, num_dense=1, num_ids=2, cardinalities=2000)
+    clicks.write_parquet(path)
+    table = pq.read_table(path).rename_columns(["click", "price", "device", "item"])
+    pq.write_table(table.append_column("session_id", [[f"s{n}" for n in range(num)]]), path)
+
+
 if __name__ == "__main__":
     write_clicks(Path("clicks/train"), 20_000, seed=0)
     write_clicks(Path("clicks/test"), 2_000, seed=1)
+    write_ads(Path("ads.parquet"), 60_000)

@@ -90,6 +90,7 @@ def rows_of(folder: Path) -> dict[str, dict[int, bytes]]:
 def test_the_command_and_its_script_give_the_same_bits(tmp_path: Path) -> None:
     write(tmp_path, "parquet", clicks())
     output = run(tmp_path, SATRAP, "train", "clicks.parquet", "--ignore", "day", "--epochs", "4")
+    assert "and running: a DCN, then a logistic regression\neach: at most 4 passes, until 2 evaluations" in output
     metrics = METRICS.findall(output)
     assert [each[0] for each in metrics] == ["DCN", "logistic regression"]
     assert all(0.65 < float(each[1]) < 1 for each in metrics), output
@@ -240,6 +241,18 @@ def test_a_script_in_the_style_of_the_formatter(
     assert run(tmp_path, ruff, "format", "--diff", *isolated) == ""
 
 
+def conversion_in(shown: str) -> list[str]:
+    """Return the arguments of python in the command that converts a file, which is a line by itself."""
+    (command,) = re.findall(r"^to convert the file to Parquet:\n(python -c .*)$", shown, re.MULTILINE)
+    return shlex.split(command)[1:]
+
+
+def table_in(shown: str) -> dict[str, str]:
+    """Return the lines of the table of columns, by column, without what only text shows."""
+    lines = shown.partition("\n(inferred from ")[0].splitlines()[1:]
+    return {line.split()[0]: re.sub(r"(; |  +)'.*' counts? as missing$|\s+", " ", line).strip() for line in lines}
+
+
 @pytest.mark.parametrize("bad_rows", [0, 1])
 def test_the_command_that_is_shown_converts_times(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], bad_rows: int
@@ -249,12 +262,47 @@ def test_the_command_that_is_shown_converts_times(
     path.write_text(path.read_text() + "1\tonly two\n" * bad_rows)
     script = str(tmp_path / "text.py")
     assert main(["train", str(path), "--script", script, "--max-bad-rows", str(bad_rows)]) == 0
-    shown = re.search(r"on the hour and the weekday of at, .*\n python (-c .*)\)\n", capsys.readouterr().out)
-    assert shown is not None
-    run(tmp_path, sys.executable, *shlex.split(shown[1]))
+    shown = capsys.readouterr().out
+    assert "(at holds times as text; from a Parquet file, its hour and its weekday are ids)" in shown
+    run(tmp_path, sys.executable, *conversion_in(shown))
     assert main(["train", f"{path}.parquet", "--script", str(tmp_path / "typed.py")]) == 0
     assert "convert" not in capsys.readouterr().out
     assert 'time="hour_of_day"' in (tmp_path / "typed.py").read_text()
+
+
+@pytest.mark.parametrize("days", ["2024-01-%02d", "%02d.01.2024"])
+def test_a_converted_file_has_the_columns_of_the_text(
+    days: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """But for times and decimal commas; words and empty fields are missing there, too, and codes stay text."""
+    draw = np.random.default_rng(0)
+    rows = [
+        {
+            "click": draw.choice(["", "no", "yes"], p=[0.1, 0.5, 0.4]),
+            "item": draw.choice(["", "red", "it's", "-", "$HOME"]),
+            "zip": f"{draw.integers(0, 90):05}",
+            "opens": f"{draw.integers(7, 12):02}:30",
+            "is_new": draw.choice(["true", "false", ""]),
+            "hashed": 2**63 + int(draw.integers(0, 50)) * 5**20,
+            "price": draw.choice(["-", "7", f"{draw.integers(0, 900) / 4:.2f}".replace(".", ",")], p=[0.05, 0.05, 0.9]),
+            "visits": draw.choice(["?", f"{draw.integers(0, 10**6)}"], p=[0.04, 0.96]),
+            "day": draw.choice(["", days % draw.integers(1, 29)], p=[0.1, 0.9]),
+        }
+        for _ in range(1000)
+    ]
+    path = tmp_path / "data.csv"
+    path.write_text(
+        "\n".join(";".join(map(str, row)) for row in [list(rows[0]), *(row.values() for row in rows)]) + "\n"
+    )
+    assert main(["train", str(path), "--script", str(tmp_path / "text.py")]) == 0
+    shown = capsys.readouterr().out
+    assert "(day holds times as text; from a Parquet file, its weekday are ids)" in shown
+    run(tmp_path, sys.executable, *conversion_in(shown))
+    assert main(["train", f"{path}.parquet", "--script", str(tmp_path / "typed.py")]) == 0
+    text, typed = table_in(shown), table_in(capsys.readouterr().out)
+    assert re.fullmatch(r"price real \d+ \d %? ?number numbers with fractions", typed.pop("price")), typed
+    assert re.fullmatch(r"day time 28 \d+ % id its weekday; dim 4", typed.pop("day")), typed
+    assert typed == {name: line for name, line in text.items() if name not in ("price", "day")}
 
 
 def test_malformed_rows_that_are_allowed_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -273,24 +321,16 @@ def test_words_among_numbers_are_missing_in_the_script(tmp_path: Path, capsys: p
     script = tmp_path / "train.py"
     assert main(["train", str(path), "--script", str(script), "--missing", "never seen"]) == 0
     shown = capsys.readouterr().out
-    assert re.search(r"^price +real +[\d,]+ +\d+ % +number +'-', 'nan', 'unknown' count as missing$", shown, re.M), (
-        shown
-    )
+    assert re.search(
+        r"^price +real +[\d,]+ +\d+ % +number +numbers with fractions; '-', 'nan', 'unknown' count as missing$",
+        shown,
+        re.M,
+    ), shown
     assert 'missing=["-", "nan", "never seen", "unknown"]' in script.read_text()
     names: dict[str, Any] = {"__name__": "script"}
     exec(compile(script.read_text(), str(script), "exec"), names)
     with contextlib.closing(names["source"]().replace(batch_size=60).batches(["item"])) as batches:
         assert np.all(next(iter(batches)).dense == np.float32(names["NUMBERS"]["price"][0]))
-
-
-def test_the_command_that_is_shown_converts_decimal_commas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    price = [f"{number:.2f}".replace(".", ",") for number in clicks()["price"].fill_null(0.0).to_pylist()]
-    path = write(tmp_path, "tsv", clicks().set_column(2, "price", pa.array(price)))
-    assert main(["train", str(path), "--script", str(tmp_path / "text.py")]) == 0
-    shown = re.search(r"price is text.* decimal commas, as in .*\n.* by python (-c .*)\)\n", capsys.readouterr().out)
-    assert shown is not None
-    run(tmp_path, sys.executable, *shlex.split(shown[1]))
-    assert pq.read_schema(f"{path}.parquet").field("price").type == pa.float64()
 
 
 # -- bad input ---------------------------------------------------------------------------------------------------------
@@ -306,12 +346,15 @@ def error_of(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
     [
         ("", "give columns=; columns= is an argument of satrap.CSV in a script"),
         ("a,click\n\xe9,0\n", "; encoding= is an argument of satrap.CSV in a script, for which this command has no"),
+        ("a,click\n\xe9,0\n", "convert the file, such as by iconv -f latin1 -t utf-8 FILE > NEW"),
         ("a,click\n", "found no rows; expected at least one"),
         ("1.5,0\n2.5,1\n", "its first line has '1.5', which is no name of a column"),
         ("a,a,click\nx,y,0\nx,y,1\n", "has several columns 'a'"),
         ("a,b\nx,0\ny,1\n", "no label was named; name it with --label COLUMN"),
         ("a,click\nx,0\nx,2\ny,5\n", "label 'click' has 3 distinct values"),
         ("a,click\nx,1\ny,1\n", "label 'click' has one value only, '1'"),
+        ("a,click\nx,0\ny,1\n", " 0 for test among the rows with a label; expected at least 1 for each: give more"),
+        ("a,click\n" + "x,\ny,\n" * 200 + "x,1\ny,0\n", "2 for training, 0 for validation, 0 for test among the rows"),
         ("a,click\n" + "x,0\ny,1\n" * 20, "column 'a' tells the label 'click' in every row"),
     ],
 )
@@ -332,9 +375,11 @@ def test_files_that_cannot_be_trained_on(
         (["clicks.csv", "--epochs", "0"], "--epochs is 0; expected"),
         (["clicks.csv", "--max-bad-rows", "-1"], "--max-bad-rows is -1; expected"),
         (["clicks.csv", "--out", "."], "exists and is not empty"),
+        (["clicks.csv", "--out", "a run"], "or remove it, or continue it: python 'a run/train.py'"),
         (["clicks.csv", "--script", "clicks.csv"], "exists; expected a new file"),
         (["clicks.csv", "--test", "other.csv"], "other.csv has no column 'user_id'"),
         (["clicks.csv", "--test", "clicks.parquet"], "is of another format"),
+        (["clicks.csv", "--test", "empty.csv"], "empty.csv: found no rows; expected at least one"),
         (["clicks.csv", "--test-after", "same"], "nine tenths of column 'same' hold"),
         (["clicks.csv", "clicks.parquet"], "files of one format"),
         (["clicks.parquet", "--missing", "-"], "--missing: words stand for missing values in text files, and"),
@@ -352,7 +397,10 @@ def test_arguments_that_cannot_be_used(
     write(tmp_path, "csv", table)
     write(tmp_path, "parquet", table)
     (tmp_path / "clicks.xls").write_text("x")
+    (tmp_path / "a run").mkdir()
+    (tmp_path / "a run/train.py").touch()
     (tmp_path / "other.csv").write_text("a,click\nx,1\n")
+    (tmp_path / "empty.csv").write_text(",".join(table.column_names) + "\n")
     before = sorted(path.name for path in tmp_path.iterdir())
     assert message in error_of(capsys, *arguments)
     assert sorted(path.name for path in tmp_path.iterdir()) == before

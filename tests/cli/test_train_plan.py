@@ -35,6 +35,7 @@ KINDS: dict[str, tuple[Maker, str, str]] = {
     "unique": (lambda draw: f"{draw.getrandbits(64):x}x", "ignored", "ignored"),
     "prose": (lambda draw: " ".join(f"word{draw.randrange(99)}" for _ in range(9)), "ignored", "ignored"),
     "time": (lambda draw: DAY + datetime.timedelta(hours=draw.randrange(9999)), "id", "ignored"),
+    "date": (lambda draw: (DAY + datetime.timedelta(days=draw.randrange(99))).date(), "id", "ignored"),
 }
 """Columns by name: a maker of values, and the use of the column in a file with types and in a text file."""
 CAN_MISS = set(KINDS) - {"constant", "constant_number", "empty"}
@@ -79,7 +80,7 @@ def test_each_kind_of_column_has_its_use(seed: int, kinds: list[str], missing: f
     names = [feature.name for feature in plan.features]
     assert len(set(names)) == len(names)
     assert all(feature.dim in (4, 8, 16) for feature in plan.features)
-    assert all(each.why for each in plan.columns if each.use == "ignored")
+    assert all(each.why for each in plan.columns if each.use != "label")
     lines = list(plan.lines())
     assert len(lines) == 1 + len(plan.columns) and len(set(map(len, (line[:20] for line in lines)))) == 1
 
@@ -131,6 +132,50 @@ def test_a_word_among_numbers_that_makes_a_column_text_is_shown() -> None:
     assert decimal_commas(plan) == [("price", "3,5")]
     with pytest.raises(ConfigError, match=r"--numbers: column 'x' holds '-'; .* or --missing - if it stands for"):
         plan_columns(profiles_of(columns), Overrides(numbers=("x",)))
+
+
+ITEMS = np.random.default_rng(0).integers(0, 2**31, 1700)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "use", "why"),
+    [
+        (np.arange(6000) % 899 * 3, "number and id", "numbers that repeat; dim 16"),
+        (
+            ITEMS[np.minimum(np.random.default_rng(1).zipf(1.3, 60_000) - 1, 1699)],
+            "number and id",
+            "numbers that repeat",
+        ),
+        (np.random.default_rng(2).lognormal(3, 1.5, 60_000).astype(int), "number", "a long tail, as counts have"),
+        (np.random.default_rng(3).integers(0, 10**6, 6000), "number", "too few rows of each number for an embedding"),
+        (np.arange(6000) % 2 * 7, "number", "two distinct numbers"),
+    ],
+)
+@pytest.mark.parametrize("is_typed", [True, False])
+def test_whole_numbers_that_repeat_are_ids_unless_they_count(numbers: Any, use: str, why: str, is_typed: bool) -> None:
+    columns = {"y": [0, 1] * (len(numbers) // 2), "text": ["a", "b"] * (len(numbers) // 2), "item": numbers.tolist()}
+    column = planned(plan_of(columns, is_typed=is_typed), "item")
+    assert column.use == use and column.why.startswith(why)
+
+
+@pytest.mark.parametrize("kind", [pa.date32(), pa.timestamp("s"), pa.timestamp("us", "UTC")])
+def test_dates_have_a_weekday_and_no_hour(kind: pa.DataType) -> None:
+    days = pa.array([86400 * (i % 60) for i in range(100)], pa.timestamp("s")).cast(kind)
+    arrays = {"y": pa.array([0, 1] * 50), "day": days}
+    plan = plan_columns([profile_column(n, a, is_typed=True) for n, a in arrays.items()], Overrides())
+    assert [(each.name, each.option) for each in plan.features] == [("day_weekday", 'time="weekday"')]
+    assert planned(plan, "day").why == "its weekday; dim 4"
+
+
+@pytest.mark.parametrize("is_noted", [True, False])
+@pytest.mark.parametrize(
+    ("form", "is_date"), [("%Y-%m-%d", True), ("%d.%m.%Y", True), ("%d.%m.%Y %H:%M", False), ("%Y-%m-%dT%H:%MZ", False)]
+)
+def test_times_as_text_are_found(form: str, is_date: bool, is_noted: bool) -> None:
+    times = [format(DAY + datetime.timedelta(hours=7 * i), form) for i in range(100)]
+    profile = profile_column("at", pa.array([*times, "" if is_noted else "soon"]), is_typed=False)
+    assert profile.kind == ("text time" if is_noted else "text")
+    assert not is_noted or (profile.is_date, profile.is_day_first) == (is_date, form.startswith("%d"))
 
 
 @given(seed=st.integers(0, 2**32), numbers=st.booleans())

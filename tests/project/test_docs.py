@@ -25,13 +25,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
 import torch
 
 from browser import NAMES, find_browser, running_browser
 from satrap.cli import main as command_line
-from satrap.data.synthetic import Clicks
 from satrap.rpc import Keys, Service
 from satrap.rpc.keys import create_keys
 from satrap.server.protocol import ServerCalls
@@ -149,7 +147,7 @@ def test_every_name_of_the_package_exists(page: Path) -> None:
 
 @contextmanager
 def clicks() -> Iterator[dict[str, str]]:
-    subprocess.run([sys.executable, ROOT / "examples/make_clicks.py"], check=True, timeout=300)
+    the_clicks()
     yield {}
 
 
@@ -265,17 +263,15 @@ def commands(page: Path) -> list[str]:
     return [line.partition("  #")[0].strip() for line in lines if not line.startswith("#")]
 
 
-def clicks_in_a_file() -> None:
-    Clicks(num_samples=60_000, num_dense=1, num_ids=2, cardinalities=2000).write_parquet("all.parquet")
-    table = pq.read_table("all.parquet").rename_columns(["click", "price", "device", "item"])
-    pq.write_table(table.append_column("session_id", [[f"s{n}" for n in range(len(table))]]), "clicks.parquet")
+def the_clicks() -> None:
+    subprocess.run([sys.executable, ROOT / "examples/make_clicks.py"], check=True, timeout=300)
 
 
 def the_examples() -> None:
     Path("examples").symlink_to(ROOT / "examples")
 
 
-PREPARED = {"docs/training.md": clicks_in_a_file, "docs/planning.md": the_examples}
+PREPARED = {"docs/training.md": the_clicks, "docs/planning.md": the_examples}
 """What the commands read whose output a page shows. That of `satrap status` is an example: it needs a live run."""
 SHOWN = [
     (relative(page), code, output)

@@ -14,13 +14,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
+from satrap.cli.conversion import conversion_lines
 from satrap.cli.options import Commands, add_names, add_number, add_path
 from satrap.cli.train_plan import (
     LABEL_NAMES,
-    TEXT_TIME,
     ColumnPlan,
     Overrides,
-    decimal_commas,
     missing_words,
     plan_columns,
 )
@@ -41,6 +40,8 @@ _ROWS_TRAINED = 2_000_000
 _BATCHES = ((20_000, 64), (100_000, 256))
 """Numbers of rows below which a batch has these samples by default."""
 _LARGEST_BATCH = 512
+_ROWS_COUNTED = 10_000
+"""Rows below which the samples for training, validation and the test are counted before a script is written."""
 _ROWS_AT_ONCE = 8192
 """Rows in a batch when a file is read only to count its rows."""
 
@@ -114,14 +115,9 @@ def train_model(options: argparse.Namespace) -> Iterator[str]:
     except SourceError as error:
         raise SourceError(_in_options(str(error))) from error
     yield from plan.lines()
-    if num_sampled == _SAMPLED_ROWS:
-        yield f"(inferred from {num_sampled:,} rows; to correct a column: --label, --ids, --numbers, --ignore)"
-    if times := [column.profile.name for column in plan.columns if column.why == TEXT_TIME]:
-        yield f"(to train on the hour and the weekday of {', '.join(times)}, convert the files to Parquet, such as by"
-        yield f" {_to_parquet(options.files[0], source)})"
-    for column, number in decimal_commas(plan):
-        yield f"({column} is text, since it has decimal commas, as in {number!r}: to train on its numbers, convert the"
-        yield f" files to Parquet, such as by {_to_parquet(options.files[0], source, decimal_comma=True)})"
+    yield f"(inferred from {num_sampled:,} rows; to correct a column: --label, --ids, --numbers, --ignore)"
+    if isinstance(source, CSV):
+        yield from conversion_lines(plan, source, settings.missing)
     script = options.script or options.out / "train.py"
     script.parent.mkdir(parents=True, exist_ok=True)
     script.write_text(write_script(plan, settings))
@@ -129,7 +125,9 @@ def train_model(options: argparse.Namespace) -> Iterator[str]:
     if options.script is not None:
         yield f"{script}: written; run it with: {command}"
         return
-    yield f"{script}: written, and running"
+    yield f"{script}: written, and running: a DCN, then a logistic regression"
+    passes = "1 pass" if settings.epochs == 1 else f"{settings.epochs} passes"
+    yield f"each: at most {passes}, until 2 evaluations in a row have no lower log loss"
     status = subprocess.run([sys.executable, str(script)], check=False).returncode
     if status != 0:
         raise InputError(
@@ -148,16 +146,10 @@ def _in_options(message: str) -> str:
     settings = re.search(r"(?<!\()\b(encoding|columns|quote|newlines_in_values)=", message)
     if settings is None:
         return message
-    return f"{message}; {settings[0]} is an argument of satrap.CSV in a script, for which this command has no option"
-
-
-def _to_parquet(file: str, source: FileSource, *, decimal_comma: bool = False) -> str:
-    """Return a command that converts a text file."""
-    delimiter = source.delimiter if isinstance(source, CSV) else ","
-    skip = ", invalid_row_handler=lambda row: 'skip'" if source.max_bad_rows else ""
-    numbers = ", convert_options=csv.ConvertOptions(decimal_point=',')" if decimal_comma else ""
-    read = f"csv.read_csv({file!r}, parse_options=csv.ParseOptions(delimiter={delimiter!r}{skip}){numbers})"
-    return f'python -c "from pyarrow import csv, parquet; parquet.write_table({read}, {file + ".parquet"!r})"'
+    message += f"; {settings[0]} is an argument of satrap.CSV in a script, for which this command has no option"
+    if settings[1] == "encoding":
+        message += ": convert the file, such as by iconv -f latin1 -t utf-8 FILE > NEW"
+    return message
 
 
 def _check_options(options: argparse.Namespace) -> None:
@@ -176,7 +168,11 @@ def _check_options(options: argparse.Namespace) -> None:
         Location.parse(path, "the path")
     out = options.out
     if options.script is None and out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"--out: {out} exists and is not empty; expected a new folder: name another, or remove it")
+        script = out / "train.py"
+        resume = f", or continue it: {shlex.join(['python', str(script)])}" if script.exists() else ""
+        raise ConfigError(
+            f"--out: {out} exists and is not empty; expected a new folder: name another, or remove it{resume}"
+        )
     if options.script is not None and options.script.exists():
         raise ConfigError(f"--script: {options.script} exists; expected a new file: name another, or remove it")
 
@@ -229,7 +225,26 @@ def _infer(source: FileSource, path: Any, options: argparse.Namespace) -> tuple[
         seed=options.seed,
         out=str(options.out),
     )
+    if num_rows < _ROWS_COUNTED:
+        _check_parts(source, plan, settings)
     return plan, settings, num_sampled
+
+
+def _check_parts(source: FileSource, plan: ColumnPlan, settings: ScriptSettings) -> None:
+    """Raise if no sample is left for training, validation or the test, as in a file of few rows."""
+    sizes, label = {}, plan.label.column
+    options: dict[str, Any] = {"is_typed": not isinstance(source, CSV), "missing": plan.missing_texts}
+    for name, part in zip(("training", "validation", "test"), settings.parts, strict=True):
+        reader = source.replace(batch_size=_ROWS_AT_ONCE, extra=(label,), **part)
+        with closing(reader.batches(())) as batches:
+            values = [clean_values(batch.extra[label], **options).array for batch in batches]
+        sizes[name] = sum(len(array) - array.null_count for array in values)
+    if 0 in sizes.values():
+        shown = ", ".join(f"{size} for {name}" for name, size in sizes.items())
+        raise InputError(
+            f"{source.path}: found {shown} among the rows with a label; expected at least 1 for each: give more rows, "
+            "such as 100"
+        )
 
 
 def _count_rows(source: FileSource, column: str) -> int:
@@ -242,12 +257,13 @@ def _count_rows(source: FileSource, column: str) -> int:
 
 
 def _check_test(source: FileSource, used: Sequence[str], test: str) -> None:
-    """Raise if the file to test on is of another format or has not all columns."""
+    """Raise if the file to test on is of another format, has not all columns, or has no rows."""
     other = infer_source(test)
     if type(other) is not type(source) or getattr(other, "delimiter", None) != getattr(source, "delimiter", None):
         raise InputError(f"--test: {test} is of another format than {source.path}; expected the same format")
     if missing := [name for name in used if name not in column_names(other)]:
         raise InputError(f"--test: {test} has no column {missing[0]!r}; expected the columns of {source.path}")
+    sample_rows(other, used[:1], 1)
 
 
 def _parts(

@@ -21,6 +21,8 @@ _MOST_BUCKETS = 128
 """Distinct whole numbers up to which each gets an embedding as well: their effect is seldom linear."""
 _LEAST_REPEATS = 10
 """Rows for each distinct value, on average, from which an embedding can be learned for it."""
+_LEAST_REPEATS_OF_MANY = 5
+"""The same for more distinct whole numbers, unless they have a long tail: they are often the keys of items."""
 _MOST_COUNT = 2**31
 """Whole numbers beyond it are keys or hashes, and float32 could not tell them apart."""
 _LARGEST_FLOAT32 = 3.4028234e38
@@ -103,6 +105,11 @@ class ColumnPlan:
         """The columns of numbers."""
         return tuple(column.profile for column in self.columns if column.use in ("number", "number and id"))
 
+    @property
+    def missing_texts(self) -> frozenset[str]:
+        """The texts that stand for a missing value in the columns that are used."""
+        return frozenset().union(*(c.profile.missing_texts for c in self.columns if c.use != "ignored"))
+
     def lines(self) -> Iterator[str]:
         """Yield the table that shows the plan."""
         rows = [("column", "type", "distinct", "missing", "use", "")]
@@ -122,7 +129,9 @@ def missing_words(profiles: Sequence[ColumnProfile], overrides: Overrides) -> fr
     words: set[str] = set()
     for profile in profiles:
         numbers = profile.numbers
-        if numbers is None or numbers.share < _NUMBER_SHARE or numbers.num_distinct < _LEAST_NUMBERS:
+        if numbers is None or numbers.num_distinct < _LEAST_NUMBERS:
+            continue
+        if numbers.share + numbers.comma_share < _NUMBER_SHARE:
             continue
         if len(numbers.words) <= _MOST_MISSING_WORDS and profile.name not in (*overrides.ids, *overrides.ignore):
             words.update(numbers.words)
@@ -249,10 +258,12 @@ def _check_overrides(profiles: Mapping[str, ColumnProfile], overrides: Overrides
         if not profiles[name].is_number:
             profile = profiles[name]
             values = profile.values if profile.numbers is None else profile.numbers.words
+            hint = ""
+            if profile.numbers and values:
+                hint = f", or --missing {shlex.quote(values[0])} if it stands for a missing value"
+            elif profile.numbers:
+                values = (profile.numbers.with_comma,)
             shown = repr(values[0]) if values else "no value"
-            hint = (
-                f", or --missing {shlex.quote(values[0])} if it stands for a missing value" if profile.numbers else ""
-            )
             raise ConfigError(f"--numbers: column {name!r} holds {shown}; expected numbers in every row{hint}")
     for name in overrides.ids:
         kind = profiles[name].kind
@@ -284,7 +295,7 @@ def _use(profile: ColumnProfile, overrides: Overrides) -> tuple[Use, str]:
         return "ignored", f"constant: {profile.values[0]}"
     match profile.kind:
         case "time":
-            return "id", "its hour and its weekday"
+            return "id", f"its {' and its '.join(parts_of_time(profile))}"
         case "text time":
             return "ignored", TEXT_TIME
         case "text":
@@ -295,7 +306,7 @@ def _use(profile: ColumnProfile, overrides: Overrides) -> tuple[Use, str]:
         return "ignored", "numbers too large for float32"
     if profile.is_float and profile.is_whole:
         return "number", "as ids, floats above 2**53 have lost digits"
-    return "number", ""
+    return "number", "true or false" if profile.kind == "flag" else "numbers with fractions"
 
 
 def _use_of_text(profile: ColumnProfile) -> tuple[Use, str]:
@@ -321,13 +332,27 @@ def _use_of_integers(profile: ColumnProfile) -> tuple[Use, str]:
         return "id", "numbers too large for counts"
     if profile.num_distinct > 1000 and repeats >= 2 and profile.least >= 0 and spread <= 4 * profile.num_distinct:
         return "id", "many numbers without gaps"
-    if 2 < profile.num_distinct <= _MOST_BUCKETS and repeats >= _LEAST_REPEATS and not _needs_declared_kind(profile):
+    if profile.num_distinct <= 2:
+        return "number", "two distinct numbers"
+    if _needs_declared_kind(profile):
+        return "number", "whole numbers in a column of floats"
+    is_few = profile.num_distinct <= _MOST_BUCKETS
+    if repeats < (_LEAST_REPEATS if is_few else _LEAST_REPEATS_OF_MANY):
+        return "number", "too few rows of each number for an embedding"
+    if is_few:
         return "number and id", "few distinct numbers"
-    return "number", ""
+    if profile.has_long_tail:
+        return "number", "a long tail, as counts have"
+    return "number and id", "numbers that repeat"
 
 
 def _is_different_in_each_row(profile: ColumnProfile) -> bool:
     return profile.num_rows >= _LEAST_ROWS and profile.num_distinct == profile.num_rows - profile.num_missing
+
+
+def parts_of_time(profile: ColumnProfile) -> dict[str, str]:
+    """Return the parts of a time that become ids, with their names in IdColumn."""
+    return {"weekday": "weekday"} if profile.is_date else {"hour": "hour_of_day", "weekday": "weekday"}
 
 
 def _needs_declared_kind(profile: ColumnProfile) -> bool:
@@ -343,7 +368,7 @@ def _features(profile: ColumnProfile, use: Use, dim: int | None, taken: set[str]
     if profile.kind == "time":
         return tuple(
             IdFeature(name=_free(f"{name}_{part}", taken), column=name, dim=dim or 4, option=f'time="{option}"')
-            for part, option in (("hour", "hour_of_day"), ("weekday", "weekday"))
+            for part, option in parts_of_time(profile).items()
         )
     is_bag = profile.kind in ("text list", "id list")
     if dim is None:

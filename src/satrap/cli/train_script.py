@@ -12,8 +12,6 @@ from satrap.cli.train_plan import ColumnPlan, LabelPlan
 from satrap.data.column_profile import ColumnProfile
 
 _WIDTH = 80
-_SKEWED = 3.0
-"""Numbers from 0 whose largest is this many times as many deviations above the mean are read as ln(1 + x)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,21 +65,17 @@ def _constants(plan: ColumnPlan) -> str:
     if plan.numbers:
         facts = [f"{_text(number.name)}: ({_mean(number):.6g}, {_deviation(number):.6g})" for number in plan.numbers]
         text += "# The columns of numbers, with their means and deviations.\n" + _wrapped("NUMBERS = {", facts, "}")
-    if logs := [_text(number.name) for number in plan.numbers if _is_log(number)]:
+    if logs := [_text(number.name) for number in plan.numbers if number.has_long_tail]:
         text += "# Numbers that are read as ln(1 + x).\n" + _wrapped("LOGS = [", logs, "]")
     return text + "\n\n"
 
 
-def _is_log(profile: ColumnProfile) -> bool:
-    return profile.least >= 0 and profile.most > profile.mean + 2 * _SKEWED * profile.deviation
-
-
 def _mean(profile: ColumnProfile) -> float:
-    return profile.log_mean if _is_log(profile) else profile.mean
+    return profile.log_mean if profile.has_long_tail else profile.mean
 
 
 def _deviation(profile: ColumnProfile) -> float:
-    return profile.log_deviation if _is_log(profile) else profile.deviation
+    return profile.log_deviation if profile.has_long_tail else profile.deviation
 
 
 # -- the source --------------------------------------------------------------------------------------------------------
@@ -105,7 +99,7 @@ def _source(plan: ColumnPlan, settings: ScriptSettings) -> str:
         arguments.append(_nested("ids={", columns, "}", 8))
     if settings.delimiter is not None:
         profiles = [column.profile for column in plan.columns if column.use != "ignored"]
-        if missing := sorted({*settings.missing}.union(*(profile.missing_texts for profile in profiles))):
+        if missing := sorted(plan.missing_texts.union(settings.missing)):
             arguments.append(_nested("missing=[", list(map(_text, missing)), "]", 8))
         if any(profile.has_blanks for profile in profiles):
             arguments.append("strip=True")
@@ -116,7 +110,7 @@ def _source(plan: ColumnPlan, settings: ScriptSettings) -> str:
     arguments += ["batch_size=BATCH_SIZE", f"seed={settings.seed}", "**options"]
     dense = ""
     if plan.numbers:
-        log = ", log1p=name in LOGS" if any(_is_log(number) for number in plan.numbers) else ""
+        log = ", log1p=name in LOGS" if any(number.has_long_tail for number in plan.numbers) else ""
         dense = _DENSE.format(log=log)
     head = _SOURCE.format(parameters="path, **options" if has_paths else "**options")
     body = "".join(f"        {argument},\n" for argument in arguments)

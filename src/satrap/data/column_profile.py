@@ -23,8 +23,11 @@ _MISSING = ("?", "NA", "N/A", "n/a", "NaN", "nan", "NULL", "null", "None", "none
 _NUMBER = r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$"
 _DECIMAL_COMMA = r"^[-+]?\d*,\d+$"
 _TIME = r"^\d{4}-\d\d-\d\d([T ]\d\d:\d\d(:\d\d(\.\d+)?)?(Z|[-+]\d\d:?\d\d)?)?$"
+_DAY_FIRST = r"^\d\d\.\d\d\.\d{4}( \d\d:\d\d(:\d\d)?)?$"
 _CODE = r"^[-+]?0\d"  # a leading zero would be lost in a number
 _NUM_SHOWN = 20
+_LONG_TAIL = 6.0
+"""Deviations above the mean beyond which the largest number makes a long tail."""
 _LEAST_FOR_LEAK = 20
 """Rows that a column must have to be said to tell the label: fewer agree by chance."""
 _REPEATS = 10
@@ -60,6 +63,10 @@ class ColumnProfile:
     """Mean number of words of a text."""
     missing_texts: frozenset[str] = field(default_factory=frozenset)
     """Texts that stand for a missing value."""
+    is_date: bool = False
+    """Whether all times are dates, or begin their day."""
+    is_day_first: bool = False
+    """Whether times as text are written as in 31.12.2024."""
     has_blanks: bool = False
     """Whether texts begin or end with blanks."""
     numbers: "NumbersInText | None" = None
@@ -70,6 +77,11 @@ class ColumnProfile:
         """Whether all values are numbers."""
         return self.kind in ("integer", "real", "flag")
 
+    @property
+    def has_long_tail(self) -> bool:
+        """Whether numbers from 0 have a long tail, as counts and prices do: they are read as ln(1 + x)."""
+        return self.least >= 0 and self.most > self.mean + _LONG_TAIL * self.deviation
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumbersInText:
@@ -78,8 +90,9 @@ class NumbersInText:
     share: float
     """The share of the values that are numbers."""
     num_distinct: int
+    """Distinct numbers, also those with a decimal comma."""
     words: tuple[str, ...]
-    """The values that are no numbers, most frequent first: at most 20."""
+    """The values that are no numbers, with decimal commas either, most frequent first: at most 20."""
     comma_share: float
     """The share of the values that are numbers with a decimal comma."""
     with_comma: str
@@ -107,6 +120,11 @@ def profile_column(name: str, array: Any, *, is_typed: bool, missing: Collection
     about["values"] = tuple(_shown(count["values"].as_py()) for count in counts[:_NUM_SHOWN])
     if kind in ("integer", "real", "flag"):
         about |= _number_facts(_as_floats(present)) | {"is_float": arrow.types.is_floating(array.type)}
+    elif kind == "time":
+        about["is_date"] = _is_date(present)
+    elif kind == "text time":
+        about["is_date"] = arrow.compute.max(arrow.compute.binary_length(present)).as_py() == len("2024-12-31")
+        about["is_day_first"] = "." in about["values"][0][:4]
     elif kind == "text":
         words = arrow.compute.count_substring_regex(present.cast(arrow.large_binary()), r"\S+")
         about["num_words"] = arrow.compute.mean(words).as_py() or 0.0
@@ -220,7 +238,7 @@ def _kind(values: Any, is_typed: bool) -> Kind:
         return "text"
     present = values.drop_null()
     compute = arrow.compute
-    if compute.all(compute.match_substring_regex(present, _TIME)).as_py():
+    if any(compute.all(compute.match_substring_regex(present, form)).as_py() for form in (_TIME, _DAY_FIRST)):
         return "text time"
     if compute.any(compute.match_substring_regex(present, _CODE)).as_py():
         return "text"
@@ -249,11 +267,16 @@ def _numbers_in(counts: Any) -> NumbersInText | None:
     with_comma = texts.filter(has_comma)
     return NumbersInText(
         share=float(numbers[np.asarray(is_number)].sum() / numbers.sum()),
-        num_distinct=compute.sum(is_number).as_py(),
-        words=tuple(texts.filter(compute.invert(is_number))[:_NUM_SHOWN].to_pylist()),
+        num_distinct=compute.sum(is_number).as_py() + len(with_comma),
+        words=tuple(texts.filter(compute.invert(compute.or_(is_number, has_comma)))[:_NUM_SHOWN].to_pylist()),
         comma_share=float(numbers[np.asarray(has_comma)].sum() / numbers.sum()),
         with_comma=with_comma[0].as_py() if len(with_comma) else "",
     )
+
+
+def _is_date(times: Any) -> bool:
+    compute = pyarrow_for("reading data").compute
+    return bool(compute.all(compute.equal(times, compute.floor_temporal(times, unit="day"))).as_py())
 
 
 def _number_facts(numbers: Any) -> dict[str, Any]:

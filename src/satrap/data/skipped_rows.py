@@ -25,12 +25,14 @@ class SkippedRows:
         return SkippedRows(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def __str__(self) -> str:
+        samples = "1 sample of the source was" if self.total == 1 else f"{self.total:,} samples of the source were"
         reasons = [
             f"{self.malformed:,} malformed (max_bad_rows)",
             f"{self.no_label:,} without a label",
             f"{self.short:,} in short last batches (drop_last)",
         ]
-        return ", ".join(reason for reason, count in zip(reasons, astuple(self), strict=True) if count)
+        counts = ", ".join(reason for reason, count in zip(reasons, astuple(self), strict=True) if count)
+        return f"{samples} not trained on: {counts}; in all passes together"
 
     @property
     def total(self) -> int:

@@ -303,7 +303,7 @@ class Stream(Iterator[Batch]):
         if self._ended_because is None:
             skipped = getattr(self._inputs, "skipped_rows", SkippedRows())
             if self._train and skipped.total > skipped.short:  # short batches are left out by request
-                _LOG.warning("%s samples of the source were not trained on: %s", f"{skipped.total:,}", skipped)
+                _LOG.warning("%s", skipped)
             with Uninterrupted():
                 self._ended_because = why
                 self._drop_all(why)

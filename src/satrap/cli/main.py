@@ -20,6 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from satrap.byte_sizes import format_bytes
 from satrap.cli.parser import command_parser
 from satrap.config.validation import check_integer, check_number
 from satrap.errors import ConfigError, SatrapError
@@ -171,7 +172,7 @@ def _migrate(current: Sequence[str], target: Sequence[str], keys: Path | None) -
 
     result = Migration(current, target, keys=None if keys is None else Keys.read(keys)).run()
     yield (
-        f"migrated {result.buckets} buckets ({result.rows:,} rows, {result.bytes / 2**20:,.0f} MiB) in "
+        f"migrated {result.buckets} buckets ({result.rows:,} rows, {format_bytes(result.bytes)}) in "
         f"{result.seconds:.1f} s; no bucket was frozen for more than {result.longest_frozen_seconds:.2f} s"
     )
 

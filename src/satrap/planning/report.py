@@ -17,6 +17,7 @@ from satrap.planning.planner import Plan, exhausted, larger_batch
 _SHOWN_BOUNDS = 6
 _SHOWN_TABLES = 12
 _BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+_SERVER_TAINT = "dedicated=satrap-servers:NoSchedule"  # docs/deploy.md gives it to the servers' machines
 _MINUTE, _HOUR = 60.0, 3600.0
 
 
@@ -298,7 +299,8 @@ def run_line(layout: Layout, requests: Mapping[str, Request], script: Sequence[s
 def deploy_toml(name: str, layout: Layout, requests: Mapping[str, Request]) -> str:
     """Return the roles of a job file. Every key is there, since this file replaces values of another one.
 
-    The layout has a server: on Kubernetes rows survive a restart there and nowhere else.
+    The layout has a server: on Kubernetes rows survive a restart there and nowhere else. Labels and tolerations of the
+    other file belong to the machines that this one replaces.
     """
     lines = [f"# Written by satrap plan for {' '.join(name.split())}: satrap deploy render JOB THIS_FILE"]
     for role in ROLES:
@@ -313,6 +315,8 @@ def deploy_toml(name: str, layout: Layout, requests: Mapping[str, Request]) -> s
             *([f'rows = "{request.rows_mib}MiB"'] if role == "server" else []),
             f"gpus = {request.gpus}",
             f"machine = {json.dumps(pool.machine.name)}",
+            "node_labels = {}",
+            f"tolerations = {json.dumps([_SERVER_TAINT] if pool.servers and role != 'server' else [])}",
         ]
     return "\n".join(lines) + "\n"
 

@@ -86,7 +86,11 @@ def _output_lines(options: argparse.Namespace) -> Iterator[str]:
 
             if options.files:
                 return examine_data(
-                    options.files, options.ids, batch_size=options.batch_size, num_batches=options.batches
+                    options.files,
+                    options.ids,
+                    batch_size=options.batch_size,
+                    num_batches=options.batches,
+                    max_bad_rows=options.max_bad_rows,
                 )
             if options.ids:
                 raise ConfigError("doctor --ids without FILES: name the files whose columns these are")

@@ -6,7 +6,6 @@ The script is all that trains, so the command and the script give the same bits.
 """
 
 import argparse
-import re
 import shlex
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
-from satrap.cli.options import Commands, add_names, add_number, add_path
+from satrap.cli.options import Commands, add_names, add_number, add_path, in_options
 from satrap.cli.train_plan import (
     LABEL_NAMES,
     TEXT_TIME,
@@ -112,7 +111,7 @@ def train_model(options: argparse.Namespace) -> Iterator[str]:
         source = infer_source(path).replace(seed=options.seed, max_bad_rows=options.max_bad_rows)
         plan, settings, num_sampled = _infer(source, path, options)
     except SourceError as error:
-        raise SourceError(_in_options(str(error))) from error
+        raise SourceError(in_options(str(error))) from error
     yield from plan.lines()
     if num_sampled == _SAMPLED_ROWS:
         yield f"(inferred from {num_sampled:,} rows; to correct a column: --label, --ids, --numbers, --ignore)"
@@ -139,16 +138,6 @@ def train_model(options: argparse.Namespace) -> Iterator[str]:
     from satrap.cli.report import write_report
 
     yield write_report(options.out, None)
-
-
-def _in_options(message: str) -> str:
-    """Return a message of a source for someone who typed a command: with the option in place of a setting, or the
-    setting's place in a script if there is none."""
-    message = message.replace("max_bad_rows", "--max-bad-rows")
-    settings = re.search(r"(?<!\()\b(encoding|columns|quote|newlines_in_values)=", message)
-    if settings is None:
-        return message
-    return f"{message}; {settings[0]} is an argument of satrap.CSV in a script, for which this command has no option"
 
 
 def _to_parquet(file: str, source: FileSource, *, decimal_comma: bool = False) -> str:

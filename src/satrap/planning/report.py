@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from satrap.planning.machines import ROLES, Layout, Pool, Request
-from satrap.planning.planner import Plan, exhausted, larger_batch
+from satrap.planning.planner import Plan, bought_for_memory, exhausted, larger_batch
 
 _SHOWN_BOUNDS = 6
 _SHOWN_TABLES = 12
@@ -123,6 +123,8 @@ def _bounds(plan: Plan) -> Iterator[str]:
         f"{ratio:.2f} times the requested rate" if ratio >= 1 else f"{_percent_below(ratio)} of the requested rate"
     )
     yield f"bound by {first.name}: it permits {permits}"
+    for pool in bought_for_memory(plan.estimate):
+        yield f"memory   decides the number of {pool.machine.name}: one machine less would not hold the rows"
 
 
 def _rates(plan: Plan) -> Iterator[str]:
@@ -176,7 +178,7 @@ def _advice(plan: Plan) -> Iterator[str]:
     for machine in exhausted(estimate.layout):
         yield f"change   make more than {machine.available} {machine.name} available"
     yield f"change   add a machine type for {tight.role}s with more of what bounds it ({tight.name})"
-    if tight.role == "trainer" and (larger := larger_batch(estimate)) is not None:
+    if (larger := larger_batch(estimate)) is not None:
         batch, rate = larger.workload.training.batch_size, larger.samples_per_second
         yield f"change   use batches of {batch:,} samples: these machines then reach {amount(rate)} samples/s"
     if training.staleness == 0:

@@ -31,8 +31,8 @@ def test_the_plan_of_a_model(tmp_path: Path, capsys: Capture) -> None:
         assert words in text
     assert tomllib.loads(deploy.read_text())["servers"]["count"] > 0
     # The trainers of this plan have no GPUs, unlike those of the job file.
-    files = [ROOT / "deploy/gke/deploy.toml", deploy]
-    job = parse_job([(str(path), path.read_text()) for path in files])
+    paths = [ROOT / "deploy/gke/deploy.toml", deploy]
+    job = parse_job([(str(path), path.read_text()) for path in paths])
     for _, pod in pods_of(rendered(job, "kuberay")).values():
         limits = pod["spec"]["containers"][0]["resources"]["limits"]
         assert "nvidia.com/gpu" in limits or not any("accelerator" in label for label in pod["spec"]["nodeSelector"])

@@ -20,6 +20,7 @@ from runs import SATRAP
 from satrap import __version__, _core
 from satrap.cli.doctor import _slow_threads
 from satrap.cli.main import main
+from satrap.server.migration.coordinator import MigrationResult
 
 
 def test_the_report_of_the_installation(capsys: pytest.CaptureFixture[str]) -> None:
@@ -198,6 +199,15 @@ def test_a_repeated_option_of_migrate_keeps_all_addresses(twice: str, capsys: py
     address = "tcp://127.0.0.1:1"
     assert main(["migrate", "--from", address, "--to", address, twice, address]) == 1
     assert f"addresses is {[address, address]}; expected each server once" in capsys.readouterr().err
+
+
+def test_the_size_of_a_small_migration_is_not_0(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = MigrationResult(170, 52, 3328, 0.5, 0.01, 2)
+    monkeypatch.setattr("satrap.server.migration.coordinator.Migration.run", lambda _: result)
+    assert main(["migrate", "--from", "tcp://127.0.0.1:1", "--to", "tcp://127.0.0.1:1"]) == 0
+    assert "migrated 170 buckets (52 rows, 3.2 KiB) in 0.5 s" in capsys.readouterr().out
 
 
 def test_an_interrupted_migration_tells_how_to_finish_it() -> None:

@@ -11,12 +11,16 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import torch
+from pyarrow import parquet
 
 from child_processes import SATRAP, child_process, silent_server
 from satrap import __version__, _core
+from satrap.cli.doctor import _slow_threads
 from satrap.cli.main import main
+from satrap.server.migration.coordinator import MigrationResult
 
 
 def test_the_report_of_the_installation(capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,6 +74,27 @@ def test_the_report_of_gpus(
         if is_complete
         else "NCCL         not in this torch; several trainers with a GPU each need it",
     ]
+
+
+def test_a_busy_machine_is_reported(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    for load in (9.0, 2.0):
+        monkeypatch.setattr("os.getloadavg", lambda load=load: (load, 1.0, 1.0))
+        assert main(["doctor", "--no-run"]) == 0
+        assert ("load         9.0 on 2 cores: figures are those of a busy" in capsys.readouterr().out) is (load > 2)
+
+
+def test_torchs_threads_that_take_longer_than_one_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    clock = iter([0.0, 3.0, 3.0, 5.0, 0.0, 1.0, 1.0, 3.0])
+    monkeypatch.setattr("torch.get_num_threads", lambda: 4)
+    monkeypatch.setattr("torch.set_num_threads", asked.append)
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    (line,) = _slow_threads()
+    assert line.endswith(
+        "4 threads of torch took 1.5 times as long as one for a dense layer: OMP_NUM_THREADS=1 may be faster"
+    )
+    assert list(_slow_threads()) == [] and asked == [4, 1, 4, 4, 1, 4]
 
 
 def test_the_stages_of_the_short_run_add_up(capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,6 +201,15 @@ def test_a_repeated_option_of_migrate_keeps_all_addresses(twice: str, capsys: py
     assert f"addresses is {[address, address]}; expected each server once" in capsys.readouterr().err
 
 
+def test_the_size_of_a_small_migration_is_not_0(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = MigrationResult(170, 52, 3328, 0.5, 0.01, 2)
+    monkeypatch.setattr("satrap.server.migration.coordinator.Migration.run", lambda _: result)
+    assert main(["migrate", "--from", "tcp://127.0.0.1:1", "--to", "tcp://127.0.0.1:1"]) == 0
+    assert "migrated 170 buckets (52 rows, 3.2 KiB) in 0.5 s" in capsys.readouterr().out
+
+
 def test_an_interrupted_migration_tells_how_to_finish_it() -> None:
     with ExitStack() as stack:
         listener, address = stack.enter_context(silent_server())
@@ -262,13 +296,32 @@ def test_the_reuse_of_a_users_files(tmp_path: Path, capsys: pytest.CaptureFixtur
     path.write_text("\n".join(["page,user", *(f"0,{number}" for number in range(400))]) + "\n")
     assert main(command) == 0
     assert "'page' has an id in 100 % of the samples" in capsys.readouterr().out
+    path.write_text(f"{path.read_text()}0,1,2\n")
+    assert main(command) == 1
+    assert "allow more with --max-bad-rows" in capsys.readouterr().err
+    assert main([*command, "--max-bad-rows", "1"]) == 0
 
 
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
         (["--ids", "page"], "without FILES"),
-        (["log.csv", "--ids", "page"], "found at most 16 batches of 4096"),
+        (["log.csv", "--ids", "page"], "found 2 rows, 0 batches of 4,096; expected at least 17 batches: use more data"),
+        (
+            ["hits.csv", "--ids", "page"],
+            "found 40 rows, 0 batches of 4,096; expected at least 17 batches: use "
+            "--batch-size 2 or smaller, or more data",
+        ),
+        (["hits.csv", "--ids", "user", "--batch-size", "2"], "found no ids in user; name other columns"),
+        (["hits.csv", "--ids", "page", "--batches", "16"], "--batches is 16; expected an integer from 17"),
+        (["hits.csv"], "hits.csv has the columns page, user; name the columns of ids, such as --ids user item"),
+        (["hits.parquet"], "hits.parquet has the columns page, user; name the columns of ids"),
+        (
+            ["bare.csv"],
+            "column 'label' holds '1,2'; expected a number; fix the row, or allow more with --max-bad-rows; "
+            "without --ids, FILES are Criteo's click logs",
+        ),
+        (["none.csv"], "none.csv: there is no such file"),
         (["log.csv", "--ids", "pages"], "pages"),
         (["none.csv", "--ids", "page"], "none.csv"),
     ],
@@ -279,5 +332,8 @@ def test_misuse_of_the_report_on_files(
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     (tmp_path / "log.csv").write_text("page\n1\n2\n")
+    (tmp_path / "hits.csv").write_text("page,user\n" + "1,\n" * 40)
+    (tmp_path / "bare.csv").write_text("1,2\n" * 40)
+    parquet.write_table(pa.table({"page": [1], "user": [2]}), "hits.parquet")
     assert main(["doctor", *arguments]) == 1
     assert complaint in capsys.readouterr().err

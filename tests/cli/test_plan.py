@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from deploy_jobs import pods_of, rendered
 from satrap.cli.main import main
+from satrap.deploy.job_file import parse_job
 from satrap.planning.coefficients import DEFAULTS
 from satrap.planning.input_files import write_coefficients
 
@@ -28,6 +30,12 @@ def test_the_plan_of_a_model(tmp_path: Path, capsys: Capture) -> None:
     for words in ("bound by", "head room", "buckets", "descriptors", "saves", "resume", "link", "satrap run train.py"):
         assert words in text
     assert tomllib.loads(deploy.read_text())["servers"]["count"] > 0
+    # The trainers of this plan have no GPUs, unlike those of the job file.
+    paths = [ROOT / "deploy/gke/deploy.toml", deploy]
+    job = parse_job([(str(path), path.read_text()) for path in paths])
+    for _, pod in pods_of(rendered(job, "kuberay")).values():
+        limits = pod["spec"]["containers"][0]["resources"]["limits"]
+        assert "nvidia.com/gpu" in limits or not any("accelerator" in label for label in pod["spec"]["nodeSelector"])
 
 
 @pytest.mark.parametrize("model", ["paper", "clicks"])

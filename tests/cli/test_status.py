@@ -194,6 +194,7 @@ def test_servers_by_hand_are_found_by_one_address(capsys: pytest.CaptureFixture[
                 summary = summarize(reader.read(), before)
         assert summary["rows"] == 100 and summary["step"] == 2 and summary["staleness"] == {"0": 1}
         assert [process["address"] for process in summary["processes"][:2]] == addresses
+        assert processes(summary, "state")["trainer 0"] == "ready"
         seconds = 50 / summary["rows_per_second"]
         assert 0 < seconds < 60 and summary["steps_per_second"] == pytest.approx(1 / seconds)
         lines = as_lines(summary)

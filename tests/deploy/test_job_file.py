@@ -61,16 +61,22 @@ def test_later_files_and_changes_replace_values() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("name=Clicks", r"deploy.toml: name is 'Clicks' \(str\); expected 1 to 40 lower-case letters"),
+        (
+            "name=Clicks",
+            r"deploy.toml, --set name=Clicks: name is 'Clicks' \(str\); expected 1 to 40 lower-case letters",
+        ),
         ("script=train.py", r"script is 'train.py' \(str\); expected a path in the image, such as '/app/train.py'"),
         ("script=/app/../train.py", r"script is .*; expected a path in the image"),
         ("arguments=[3]", r"arguments is \(3,\) \(tuple\); expected a list of strings"),
-        ("image.cpu=a b", r"deploy.toml: \[image\]: image: cpu is 'a b' \(str\); expected the name of an image"),
-        ("servers.cont=3", r"\[servers\]: .*'cont'.*count"),
+        (
+            "image.cpu=a b",
+            r"deploy.toml, --set image.cpu=a b: \[image\]: cpu is 'a b' \(str\); expected the name of an image",
+        ),
+        ("servers.cont=3", r"deploy.toml, --set servers.cont=3: \[servers\]: unknown key 'cont'; .*count"),
         ("servers.count=0", r"servers: count is 0; expected"),
         ("servers.gpus=1", r"servers: gpus is 1; only trainers use GPUs: remove it"),
         ("servers.memory=100G", r"\[servers\]: memory is '100G' \(str\); expected bytes as an integer"),
-        ("servers.memory=1GiB", r"Role: memory is '1GiB'; expected at least 2GiB"),
+        ("servers.memory=1GiB", r"\[servers\]: memory is '1GiB'; expected at least 2GiB"),
         ("servers.rows=100GiB", r"rows is '100GiB' and memory '100GiB'; expected at least 1GiB beside the rows"),
         ("servers.per_pod=2", r"servers: per_pod is 2; only trainers share pods: remove it"),
         ("servers.on_stop=wait", r"on_stop is 'wait' \(str\); expected 'move' or 'keep'"),
@@ -83,10 +89,10 @@ def test_later_files_and_changes_replace_values() -> None:
         ("ray_version=2", r"ray_version is 2 \(int\); expected a version, such as '2.60.0'"),
         ("zone=3", r"zone is 3 \(int\); expected a zone"),
         ("working_dir=/train", r"working_dir is '/train' \(str\); expected a URL"),
-        ("storage.data=[3]", r"storage: data is \(3,\) \(tuple\); expected a list of folders and URLs"),
+        ("storage.data=[3]", r"\[storage\]: data is \(3,\) \(tuple\); expected a list of folders and URLs"),
         (
             'storage.data=["/data"]',
-            r"storage: data has '/data', a folder of one pod; expected a URL, or a folder",
+            r"\[storage\]: data has '/data', a folder of one pod; expected a URL, or a folder",
         ),
         ("trainers.tolerations=spot", r"tolerations is 'spot' \(str\); expected a list"),
         ('trainers.tolerations=["spot"]', r"tolerations is .*; expected a list of taints as kubectl writes them"),
@@ -95,6 +101,10 @@ def test_later_files_and_changes_replace_values() -> None:
         ("env.1A=3", r"job: env has the name '1A' \(str\); expected one that Kubernetes permits"),
         ("labels=a", r"job: labels is 'a' \(str\); expected a table of texts"),
         ('labels={"ray.io/x"="a"}', r"job: labels has 'ray.io/x', which Satrap sets; choose another name"),
+        (
+            'trainers.node_labels={"cloud.google.com/gke-accelerator"="l4"}',
+            r"\[trainers\]: node_labels has 'cloud.google.com/gke-accelerator', .* and gpus is 0; set gpus, or remove",
+        ),
         ("network_policy=1", r"job: network_policy is 1 \(int\); expected True or False"),
         ("pull_secrets=a", r"pull_secrets is 'a' \(str\); expected a list"),
         ('pull_secrets=["A b"]', r"pull_secrets is .*; expected a list of names of Secrets"),
@@ -126,8 +136,12 @@ def test_the_command_writes_what_kubectl_applies(tmp_path: Path, capsys: pytest.
     assert sorted([*names, "kustomization.yaml"]) == sorted(each.name for each in folder.iterdir())
     assert "--servers 3" in (folder / "rayjob.yaml").read_text()
     (folder / "mine.yaml").write_text("kept")
+    capsys.readouterr()
     assert main([*command, "--target", "kubernetes"]) == 0
     assert (folder / "mine.yaml").read_text() == "kept"
+    assert f"{folder / 'rayjob.yaml'}: removed; an earlier rendering wrote it" in capsys.readouterr().out
+    names = yaml.safe_load((folder / "kustomization.yaml").read_text())["resources"]
+    assert sorted([*names, "kustomization.yaml", "mine.yaml"]) == sorted(each.name for each in folder.iterdir())
 
 
 def test_the_command_replaces_no_file_of_another_author(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,7 @@ from satrap.planning.report import deploy_toml
 from satrap.planning.workload import TableLoad, Workload
 
 OWN = 'name = "job"\nscript = "/app/train.py"\n[image]\ncpu = "satrap:1"\n[workers]\ncount = 3\n'
+OWN += '[trainers]\ngpus = 8\nnode_labels = { "cloud.google.com/gke-accelerator" = "nvidia-tesla-a100" }\n'
 OWN += '[servers]\nrows = "1GiB"\n'
 SHARES = st.sampled_from([0.5, 0.7, 0.8, 1.0])
 # Many price lists have no room for a job.
@@ -143,6 +144,9 @@ def check_job_file(found: Plan) -> None:
         assert sum(each * size.memory_bytes for each, size in sizes) <= pool.machine.pod_bytes
         assert sum(each * size.cpus for each, size in sizes) <= pool.machine.cores
         assert sum(each * size.gpus for each, size in sizes) == pool.machine.gpus
+        taints = ["dedicated=satrap-servers:NoSchedule"] if pool.servers else []
+        for role in set(pool.roles) - {"server"}:
+            assert list(roles[role].tolerations) == taints and not roles[role].node_labels
         if pool.roles == ("trainer",):
             assert pool.trainers == roles["trainer"].per_pod
 

@@ -175,10 +175,31 @@ def test_a_larger_batch_is_advised_where_it_helps(batch_size: int, staleness: in
         for factor in (1, 2, 4, 8, 16)
     }
     if advice is None:
-        assert found.estimate.bounds[0].role != "trainer" or max(rates.values()) < 1.05 * rates[batch_size]
+        assert max(rates.values()) < 1.05 * rates[batch_size]
     else:
         reached = rates[int(advice[1].replace(",", ""))]
         assert advice[2] == f"{reached:,.0f}" and reached == max(rates.values()) >= 1.05 * rates[batch_size]
+
+
+def test_a_larger_batch_is_advised_where_servers_are_the_limit() -> None:
+    """A call costs a server the same time for 50 samples as for 800."""
+    job = workload(load(10**6), samples_per_second=2e6, batch_size=50, staleness=8, dense_flops=1e3, dense_parameters=0)
+    found = plan(job, machine("s", roles=["server"], available=1), machine("t", roles=["trainer"], cores=64))
+    assert not found.meets and found.estimate.bounds[0].role == "server"
+    assert "change   use batches of 800 samples" in "\n".join(lines_of(found, ["train.py"]))
+
+
+@pytest.mark.parametrize(("rows", "rate", "decides"), [(10**9, 1e4, True), (10**6, 1e6, False)])
+def test_memory_is_named_where_it_decides_the_number_of_machines(rows: int, rate: float, decides: bool) -> None:
+    tables = load(rows, unique_share=1.0)
+    job = workload(tables, samples_per_second=rate, staleness=4, dense_flops=1e4, dense_parameters=0)
+    kinds = machine("s", roles=["server"], cores=4), machine("t", roles=["trainer"], cores=64, network_gbit=100.0)
+    found = plan(job, *kinds)
+    servers, trainers = found.estimate.layout.pools
+    less = assess(job, Layout(pools=(replace(servers, num_machines=servers.num_machines - 1), trainers)))
+    assert found.meets and servers.num_machines > 1 and bool(less.misfits) is decides
+    text = "\n".join(lines_of(found, ["train.py"]))
+    assert ("memory   decides the number of s: one machine less would not hold the rows" in text) is decides
 
 
 def test_a_rate_just_missed_is_not_shown_as_reached() -> None:

@@ -145,6 +145,19 @@ def test_every_name_of_the_package_exists(page: Path) -> None:
 # -- Python ----------------------------------------------------------------------------------------------------------
 
 
+def missing_files(text: str) -> list[str]:
+    """The files of deploy/, or of another folder of the repository, that a text names between backticks and that do not
+    exist. YAML is named without its folder, too."""
+    named = re.findall(r"`((?:benchmarks|core|deploy|docs|examples|src|tests)/[\w./*-]+|[\w./-]+\.yaml)`", text)
+    return [name for name in named if not [*ROOT.glob(name.rstrip("/")), *(ROOT / "deploy").rglob(Path(name).name)]]
+
+
+@pytest.mark.parametrize("page", [ROOT / "CONTRIBUTING.md", *pages()], ids=relative)
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    assert missing_files(page.read_text()) == []
+    assert missing_files("`deploy/gke/queue.yaml` `trainers.yaml` `src/none.py`") == ["trainers.yaml", "src/none.py"]
+
+
 @contextmanager
 def clicks() -> Iterator[dict[str, str]]:
     the_clicks()

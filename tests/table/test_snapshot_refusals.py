@@ -175,6 +175,8 @@ def test_changes_of_another_table(saved: Any, tmp_path: Path) -> None:
         (Table("other", dim=3, capacity=64, num_buckets=4, admission=MinCount(2)), 0, ["name is 'other' in the table"]),
         (Table("item", dim=3, optimizer=Adagrad(eps=1e-4), capacity=32, num_buckets=4, admission=MinCount(2)), 0,
          ["capacity is 32 in the table and 64", "optimizer.eps is 0.0001 in the table and 1e-10"]),
+        (Table("item", dim=3, optimizer=Adagrad(lr=0.5), capacity=64, num_buckets=4, admission=MinCount(2)), 0,
+         ["optimizer.lr is 0.5 in the table and", "to continue with another rate, set it in optimizer.param_groups"]),
         (Table("item", dim=3, optimizer=SGD()), 0, ["optimizer.type is 'SGD' in the table and 'Adagrad'"]),
         (TABLE, 5, ["seed is 5 in the table and 0"]),
     ]:  # fmt: skip

@@ -13,8 +13,11 @@ from satrap.errors import ConfigError
 def render(options: argparse.Namespace) -> Iterator[str]:
     """Write the manifests, and return the lines to print."""
     job = parse_job([(str(path), _read(path)) for path in options.job], options.changes)
-    for path in _write(manifests(job, options.target), options.output):
+    files = manifests(job, options.target)
+    for path in _write(files, options.output):
         yield f"{path}: written"
+    for path in _remove_others(files, options.output):
+        yield f"{path}: removed; an earlier rendering wrote it, and this one has no such file"
     yield f"start the run with: kubectl apply -k {options.output}"
 
 
@@ -41,3 +44,11 @@ def _write(files: Mapping[str, str], folder: Path) -> list[Path]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"manifests cannot be written to {folder}: {error}; choose another --output") from None
     return paths
+
+
+def _remove_others(files: Mapping[str, str], folder: Path) -> Iterator[Path]:
+    """Remove the files of an earlier rendering, such as one for the other target, and yield their paths."""
+    for path in sorted(folder.glob("*.yaml")):
+        if path.name not in files and path.read_bytes().startswith(MARK.encode()):
+            path.unlink()
+            yield path

@@ -6,6 +6,7 @@ often their ids repeat from batch to batch, and what staleness that permits (doc
 
 import importlib.metadata
 import math
+import os
 import platform
 import time
 from collections.abc import Iterator, Sequence
@@ -15,13 +16,17 @@ from itertools import islice
 import numpy as np
 
 from satrap import _core
+from satrap.cli.options import in_options
 from satrap.config.cores import num_cores
 from satrap.config.tables import Table
+from satrap.config.validation import check_integer
 from satrap.data.criteo import Criteo
-from satrap.data.inferred_source import infer_source
+from satrap.data.file_source import find_files
+from satrap.data.inferred_source import column_names, infer_source
 from satrap.data.inputs import Inputs
 from satrap.data.reuse import LAGS, Reuse, measure_reuse
-from satrap.errors import ConfigError
+from satrap.data.source import FileSource
+from satrap.errors import ConfigError, SourceError
 from satrap.monitor.memory import memory
 from satrap.monitor.status_line import StatusLine
 
@@ -30,6 +35,7 @@ _PACKAGES = (
     "ray",
 )
 CRITEO_IDS = tuple(f"C{number}" for number in range(1, 27))
+_LEAST_BATCHES = LAGS[-1] + 1
 _NUM_FEATURES, _BATCH, _ROWS, _STEPS = 26, 4096, 1_000_000, 20
 
 
@@ -41,6 +47,12 @@ def examine(dim: int, *, run: bool) -> Iterator[str]:
     yield f"SIMD         {_core.simd_paths()[0]} (this machine has {', '.join(_core.simd_paths())})"
     cores, (used, allowed) = num_cores(), memory()["machine"]
     yield f"cores        {cores} for this process"
+    load, host_cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load > host_cores:
+        yield (
+            f"load         {load:.1f} on {host_cores} cores: figures are those of a busy machine; where cores are "
+            "shared, OMP_NUM_THREADS=1 may be faster"
+        )
     yield f"memory       {allowed / 2**30:.1f} GiB, {(allowed - used) / 2**30:.1f} GiB available"
     yield f"huge pages   {_huge_pages()}"
     if _version("torch") == "not installed":
@@ -63,23 +75,23 @@ def examine(dim: int, *, run: bool) -> Iterator[str]:
                 f"--dim {dim}: the short run needs about {needed / 2**30:.1f} GiB, and {_available() / 2**30:.1f} GiB "
                 "are available; use a smaller --dim, or --no-run"
             )
+        yield from _slow_threads()
         yield from _short_run(dim)
 
 
-def examine_data(paths: Sequence[str], ids: Sequence[str], *, batch_size: int, num_batches: int) -> Iterator[str]:
+def examine_data(
+    paths: Sequence[str], ids: Sequence[str], *, batch_size: int, num_batches: int, max_bad_rows: int = 0
+) -> Iterator[str]:
     """Yield the reuse of each feature, and advice. ids: the features' columns; none: the files are Criteo's logs."""
-    if ids:
-        source = infer_source(list(paths))
-    else:
-        source, ids = Criteo(path=list(paths), dense=()), CRITEO_IDS
-    reader = source.replace(batch_size=batch_size, drop_last=True).batches(tuple(ids))
-    with closing(reader) as batches, StatusLine() as line:
-        reuses = measure_reuse(line.track(islice(batches, num_batches), "reading batches", num_batches))
-    if not reuses or math.isnan(reuses[0].shares[0]):
-        raise ConfigError(
-            f"{paths[0]}: found at most {LAGS[-1]} batches of {batch_size} samples; expected more: use a smaller "
-            "--batch-size, or more data"
-        )
+    check_integer("doctor", "--batches", num_batches, _LEAST_BATCHES, 2**31)
+    check_integer("doctor", "--max-bad-rows", max_bad_rows, 0, 2**63 - 1)
+    source = infer_source(list(paths)) if ids else _criteo(paths)
+    source = source.replace(batch_size=batch_size, max_bad_rows=max_bad_rows)
+    try:
+        reuses = _reuses(source, tuple(ids or CRITEO_IDS), batch_size, num_batches)
+    except SourceError as error:
+        hint = "" if ids else "; without --ids, FILES are Criteo's click logs: for others, name the columns of ids"
+        raise SourceError(in_options(str(error)) + hint) from error
     lags = ", ".join(map(str, LAGS))
     yield f"Share of a batch's distinct ids that the last {lags} batches of {batch_size} contained;"
     yield "alpha is the share of samples with the most frequent id. An id in 1 % of the samples is hot."
@@ -90,6 +102,43 @@ def examine_data(paths: Sequence[str], ids: Sequence[str], *, batch_size: int, n
         texts = ("-" if math.isnan(share) else f"{100 * share:.0f} %" for share in shares)
         yield f"{reuse.feature:20} {reuse.num_ids:9,} {reuse.alpha:6.2f} {' '.join(f'{text:>8}' for text in texts)}"
     yield from _advice(reuses)
+
+
+def _criteo(paths: Sequence[str]) -> FileSource:
+    """Return the files as Criteo's, which have no header; ConfigError if these have the names of their columns."""
+    file = find_files(list(paths))[0]
+    try:
+        names = column_names(infer_source(list(paths)))
+    except SourceError:
+        return Criteo(path=list(paths), dense=())
+    raise ConfigError(
+        f"{file.name} has the columns {', '.join(names)}; name the columns of ids, such as --ids user item: without "
+        "--ids, FILES are Criteo's click logs"
+    )
+
+
+def _reuses(source: FileSource, ids: tuple[str, ...], size: int, num_batches: int) -> list[Reuse]:
+    """Return the reuse of each feature in at most so many whole batches. size: samples of a batch."""
+    sizes: list[int] = []
+    with closing(source.batches(ids)) as batches, StatusLine() as line:
+
+        def whole() -> Iterator[Inputs]:
+            for batch in line.track(islice(batches, num_batches), "reading batches", num_batches):
+                sizes.append(batch.batch_size)
+                if batch.batch_size == size:
+                    yield batch
+
+        reuses = measure_reuse(whole())
+    if (num_whole := sizes.count(size)) < _LEAST_BATCHES:
+        fitting = sum(sizes) // _LEAST_BATCHES
+        advice = f"use --batch-size {fitting} or smaller, or more data" if fitting else "use more data"
+        raise ConfigError(
+            f"{source.path[0]}: found {sum(sizes):,} rows, {num_whole} batches of {size:,}; expected at least "
+            f"{_LEAST_BATCHES} batches: {advice}"
+        )
+    if not any(reuse.num_ids for reuse in reuses):
+        raise ConfigError(f"{source.path[0]}: found no ids in {', '.join(ids)}; name other columns with --ids")
+    return reuses
 
 
 def _advice(tables: Sequence[Reuse]) -> Iterator[str]:
@@ -128,6 +177,32 @@ def _gpus() -> Iterator[str]:
     has_nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
     version = ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else ""
     yield f"NCCL         {version or 'not in this torch; several trainers with a GPU each need it'}"
+
+
+def _slow_threads() -> Iterator[str]:
+    """Yield a line if torch computes a dense layer on all its threads slower than on one."""
+    import torch
+
+    num_threads = torch.get_num_threads()
+    layer, rows = torch.nn.Linear(256, 256), torch.zeros(_BATCH, 256)
+
+    def seconds(threads: int) -> float:
+        torch.set_num_threads(threads)
+        layer(rows)
+        start = time.perf_counter()
+        for _ in range(_STEPS):
+            layer(rows).sum().backward()
+        return time.perf_counter() - start
+
+    try:
+        ratio = seconds(num_threads) / seconds(1)
+    finally:
+        torch.set_num_threads(num_threads)
+    if num_threads > 1 and ratio > 1.1:
+        yield (
+            f"threads      {num_threads} threads of torch took {ratio:.1f} times as long as one for a dense layer: "
+            "OMP_NUM_THREADS=1 may be faster"
+        )
 
 
 def _short_run(dim: int) -> Iterator[str]:

@@ -20,6 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from satrap.byte_sizes import format_bytes
 from satrap.cli.parser import command_parser
 from satrap.config.validation import check_integer, check_number
 from satrap.errors import ConfigError, SatrapError
@@ -85,7 +86,11 @@ def _output_lines(options: argparse.Namespace) -> Iterator[str]:
 
             if options.files:
                 return examine_data(
-                    options.files, options.ids, batch_size=options.batch_size, num_batches=options.batches
+                    options.files,
+                    options.ids,
+                    batch_size=options.batch_size,
+                    num_batches=options.batches,
+                    max_bad_rows=options.max_bad_rows,
                 )
             if options.ids:
                 raise ConfigError("doctor --ids without FILES: name the files whose columns these are")
@@ -171,7 +176,7 @@ def _migrate(current: Sequence[str], target: Sequence[str], keys: Path | None) -
 
     result = Migration(current, target, keys=None if keys is None else Keys.read(keys)).run()
     yield (
-        f"migrated {result.buckets} buckets ({result.rows:,} rows, {result.bytes / 2**20:,.0f} MiB) in "
+        f"migrated {result.buckets} buckets ({result.rows:,} rows, {format_bytes(result.bytes)}) in "
         f"{result.seconds:.1f} s; no bucket was frozen for more than {result.longest_frozen_seconds:.2f} s"
     )
 

@@ -1,6 +1,7 @@
 """Options that several commands of `satrap` have, and the kinds of options: numbers, files, places, addresses."""
 
 import argparse
+import re
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -90,3 +91,16 @@ def add_changes(group: Group, what: str) -> None:
 
 def _with_default(what: str, default: object) -> str:
     return what if default is None else f"{what} (default: %(default)s)"
+
+
+def in_options(message: str) -> str:
+    """Return a message of a source for someone who typed a command: with the option in place of a setting, or the
+    setting's place in a script if there is none."""
+    message = message.replace("max_bad_rows", "--max-bad-rows")
+    settings = re.search(r"(?<!\()\b(encoding|columns|quote|newlines_in_values)=", message)
+    if settings is None:
+        return message
+    message += f"; {settings[0]} is an argument of satrap.CSV in a script, for which this command has no option"
+    if settings[1] == "encoding":
+        message += ": convert the file, such as by iconv -f latin1 -t utf-8 FILE > NEW"
+    return message

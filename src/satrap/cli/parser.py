@@ -357,6 +357,7 @@ def _add_keys_and_doctor(commands: Commands) -> None:
     )
     doctor.add_argument("--ids", nargs="+", default=[], metavar="COLUMN", help="the columns of ids in FILES")
     add_number(doctor, "--batch-size", "samples of a batch of FILES", 4096)
-    add_number(doctor, "--batches", "read so many batches at most", 100)
+    add_number(doctor, "--batches", "read so many batches at most, 17 or more", 100)
+    add_number(doctor, "--max-bad-rows", "malformed rows of FILES that are left out, before one is an error", 0)
     add_number(doctor, "--dim", "embedding dimension of the timed run", 16)
     doctor.add_argument("--no-run", action="store_true", help="do not time a training run")

@@ -69,7 +69,7 @@ def _processes(now: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
     leases = {where for answer in now["answers"].values() for where, _ in answer.get("leases", {}).values()}
     return servers + [
-        {"role": "trainer", "number": 0, "address": None, "where": where, **unknown, "state": "training"}
+        {"role": "trainer", "number": 0, "address": None, "where": where, **unknown, "state": "ready"}
         for where in sorted(leases)
     ]
 

@@ -6,7 +6,6 @@ The script is all that trains, so the command and the script give the same bits.
 """
 
 import argparse
-import re
 import shlex
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from contextlib import closing
 from typing import Any
 
 from satrap.cli.conversion import conversion_lines
-from satrap.cli.options import Commands, add_names, add_number, add_path
+from satrap.cli.options import Commands, add_names, add_number, add_path, in_options
 from satrap.cli.train_plan import (
     LABEL_NAMES,
     ColumnPlan,
@@ -113,7 +112,7 @@ def train_model(options: argparse.Namespace) -> Iterator[str]:
         source = infer_source(path).replace(seed=options.seed, max_bad_rows=options.max_bad_rows)
         plan, settings, num_sampled = _infer(source, path, options)
     except SourceError as error:
-        raise SourceError(_in_options(str(error))) from error
+        raise SourceError(in_options(str(error))) from error
     yield from plan.lines()
     yield f"(inferred from {num_sampled:,} rows; to correct a column: --label, --ids, --numbers, --ignore)"
     if isinstance(source, CSV):
@@ -137,19 +136,6 @@ def train_model(options: argparse.Namespace) -> Iterator[str]:
     from satrap.cli.report import write_report
 
     yield write_report(options.out, None)
-
-
-def _in_options(message: str) -> str:
-    """Return a message of a source for someone who typed a command: with the option in place of a setting, or the
-    setting's place in a script if there is none."""
-    message = message.replace("max_bad_rows", "--max-bad-rows")
-    settings = re.search(r"(?<!\()\b(encoding|columns|quote|newlines_in_values)=", message)
-    if settings is None:
-        return message
-    message += f"; {settings[0]} is an argument of satrap.CSV in a script, for which this command has no option"
-    if settings[1] == "encoding":
-        message += ": convert the file, such as by iconv -f latin1 -t utf-8 FILE > NEW"
-    return message
 
 
 def _check_options(options: argparse.Namespace) -> None:

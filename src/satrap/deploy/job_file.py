@@ -139,6 +139,12 @@ class Role(Serializable):
             raise ConfigError(
                 f"Role: machine is {describe(self.machine)}; expected a machine type, such as 'c2-standard-30'"
             )
+        label = next((label for label in self.node_labels if "accelerator" in label), None)
+        if label is not None and not self.gpus:
+            raise ConfigError(
+                f"Role: node_labels has {label!r}, which nodes without GPUs lack, and gpus is 0; set gpus, or remove "
+                "the label"
+            )
         if self.on_stop not in ("move", "keep"):
             raise ConfigError(f"Role: on_stop is {describe(self.on_stop)}; expected 'move' or 'keep'")
         if self.count % self.per_pod:
@@ -292,17 +298,21 @@ def parse_job(files: Sequence[tuple[str, str]], changes: Sequence[str] = ()) -> 
             data[key] = old | value if isinstance(old, dict) and isinstance(value, dict) else value
     for change in changes:
         _apply(data, change)
-    names = ", ".join(name for name, _ in files)
-    where = names
+    names = ", ".join([*(name for name, _ in files), *(f"--set {change}" for change in changes)])
+    for name, kind in _TABLES.items():
+        if name in data:
+            _from_dict(f"{names}: [{name}]", kind, data[name])
+    job: DeployJob = _from_dict(names, DeployJob, data)
+    return job
+
+
+def _from_dict(where: str, kind: type[Serializable], data: Mapping[str, Any]) -> Any:
+    """Return an object of the job file. where: the file and the table, which errors name instead of the class."""
     try:
-        for name, kind in _TABLES.items():
-            where = f"{names}: [{name}]"
-            if name in data:
-                kind.from_dict(data[name])
-        where = names
-        return DeployJob.from_dict(data)
+        return kind.from_dict(data)
     except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from None
+        text = re.sub(rf"^{kind.__name__}: ", "", str(error), flags=re.IGNORECASE)
+        raise ConfigError(f"{where}: {text}") from None
 
 
 _TABLES: dict[str, type[Serializable]] = {

@@ -82,6 +82,17 @@ def exhausted(layout: Layout) -> list[MachineType]:
     return [machine for name, machine in types.items() if used[name] >= machine.available]
 
 
+def bought_for_memory(estimate: Estimate) -> list[Pool]:
+    """Return the pools with servers that would not hold the rows with one machine less."""
+    layout = estimate.layout
+    pools = [pool for pool in layout.pools if pool.servers and pool.num_machines > 1]
+    return [
+        pool
+        for pool in pools
+        if replace(estimate, layout=_with(layout, pool, num_machines=pool.num_machines - 1)).misfits
+    ]
+
+
 def larger_batch(estimate: Estimate) -> Estimate | None:
     """Return the layout with the least of some larger batches that reaches the requested rate; if none does, with the
     fastest one; None if they help little."""

@@ -12,11 +12,12 @@ from dataclasses import asdict
 from typing import Any
 
 from satrap.planning.machines import ROLES, Layout, Pool, Request
-from satrap.planning.planner import Plan, exhausted, larger_batch
+from satrap.planning.planner import Plan, bought_for_memory, exhausted, larger_batch
 
 _SHOWN_BOUNDS = 6
 _SHOWN_TABLES = 12
 _BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+_SERVER_TAINT = "dedicated=satrap-servers:NoSchedule"  # docs/deploy.md gives it to the servers' machines
 _MINUTE, _HOUR = 60.0, 3600.0
 
 
@@ -122,6 +123,8 @@ def _bounds(plan: Plan) -> Iterator[str]:
         f"{ratio:.2f} times the requested rate" if ratio >= 1 else f"{_percent_below(ratio)} of the requested rate"
     )
     yield f"bound by {first.name}: it permits {permits}"
+    for pool in bought_for_memory(plan.estimate):
+        yield f"memory   decides the number of {pool.machine.name}: one machine less would not hold the rows"
 
 
 def _rates(plan: Plan) -> Iterator[str]:
@@ -175,7 +178,7 @@ def _advice(plan: Plan) -> Iterator[str]:
     for machine in exhausted(estimate.layout):
         yield f"change   make more than {machine.available} {machine.name} available"
     yield f"change   add a machine type for {tight.role}s with more of what bounds it ({tight.name})"
-    if tight.role == "trainer" and (larger := larger_batch(estimate)) is not None:
+    if (larger := larger_batch(estimate)) is not None:
         batch, rate = larger.workload.training.batch_size, larger.samples_per_second
         yield f"change   use batches of {batch:,} samples: these machines then reach {amount(rate)} samples/s"
     if training.staleness == 0:
@@ -298,7 +301,8 @@ def run_line(layout: Layout, requests: Mapping[str, Request], script: Sequence[s
 def deploy_toml(name: str, layout: Layout, requests: Mapping[str, Request]) -> str:
     """Return the roles of a job file. Every key is there, since this file replaces values of another one.
 
-    The layout has a server: on Kubernetes rows survive a restart there and nowhere else.
+    The layout has a server: on Kubernetes rows survive a restart there and nowhere else. Labels and tolerations of the
+    other file belong to the machines that this one replaces.
     """
     lines = [f"# Written by satrap plan for {' '.join(name.split())}: satrap deploy render JOB THIS_FILE"]
     for role in ROLES:
@@ -313,6 +317,8 @@ def deploy_toml(name: str, layout: Layout, requests: Mapping[str, Request]) -> s
             *([f'rows = "{request.rows_mib}MiB"'] if role == "server" else []),
             f"gpus = {request.gpus}",
             f"machine = {json.dumps(pool.machine.name)}",
+            "node_labels = {}",
+            f"tolerations = {json.dumps([_SERVER_TAINT] if pool.servers and role != 'server' else [])}",
         ]
     return "\n".join(lines) + "\n"
 

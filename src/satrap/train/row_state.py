@@ -55,7 +55,8 @@ def require_own_rows(worker: Worker, trainers: ProcessGroup, step: int, join_att
         trainers.run_first(tables.clear, StreamError)
         join_attempt()
     elif latest > step:
+        option = "" if context is None or context.launch else " or satrap trainer --clear"
         raise StreamError(
             f"the servers hold rows of an earlier run, trained up to step {latest}, and this run is at step {step}: "
-            "resume the earlier run's checkpoint, or remove its rows with embeddings.tables.clear()"
+            f"resume the earlier run's checkpoint, or remove its rows with embeddings.tables.clear(){option}"
         )

@@ -151,9 +151,11 @@ class Snapshot:
         """Raise unless the snapshot is of a table configured alike."""
         differ = self.manifest.differences(slot.table.to_dict(), slot.seed)
         if differ:
+            has_other_rate = any(difference.startswith("optimizer.lr is") for difference in differ)
+            advice = "; to continue with another rate, set it in optimizer.param_groups after resume()"
             raise SnapshotError(
                 f"table {slot.table.name!r}: {self.path} is of another table: {'; '.join(differ)}; declare the table "
-                "as it was saved, or train from the beginning into another folder"
+                f"as it was saved, or train from the beginning into another folder{advice if has_other_rate else ''}"
             )
 
     def require_next(self, slot: Slot, history: History) -> None:

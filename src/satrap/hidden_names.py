@@ -7,7 +7,8 @@ T = TypeVar("T", bound=type)
 
 
 def internal(names: str) -> Callable[[T], T]:
-    """Return a decorator that hides members of a class from `dir` of its objects, and from docs/reference.
+    """Return a decorator that hides members of a class, and those that begin with an underscore, from `dir` of its
+    objects, and these members from docs/reference.
 
     names: the members' names, with spaces between them."""
 
@@ -16,7 +17,8 @@ def internal(names: str) -> Callable[[T], T]:
         listed, hidden = decorated.__dir__, tuple(names.split())
 
         def shown(self: object) -> Iterable[str]:
-            return [name for name in listed(self) if name not in hidden]
+            names = (name for name in listed(self) if name not in hidden)
+            return [name for name in names if not name.startswith("_") or name.startswith("__")]
 
         decorated.__dir__, decorated._internal = shown, hidden
         return cls

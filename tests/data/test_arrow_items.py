@@ -143,3 +143,20 @@ def test_masked_values_of_an_array_are_missing(shape: tuple[int, ...], rng: np.r
         (expected,) = read({"a": ids.tolist(), "x": dense.filled(0.0)}).batches(["a"])
         for name in ("values", "offsets", "dense"):
             np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
+
+
+@pytest.mark.parametrize("samples", [False, True])
+def test_integers_of_a_list_are_ids_from_int64_to_uint64(samples: bool) -> None:
+    """A table's `write` takes the same; Arrow infers no type for a list of negative numbers and some from 2**63."""
+
+    def ids(numbers: list[int]) -> list[int]:
+        items = [{"a": number} for number in numbers] if samples else [{"a": numbers}]
+        (inputs,) = IterableSource(items, samples=samples, batch_size=len(numbers)).batches(["a"])
+        return [int(number) for number in inputs.values]
+
+    for numbers in ([-1, 2**63 + 4], [-(2**63), 2**64 - 1], [1, 2**63], [-1, 1]):
+        assert ids(numbers) == [number % 2**64 for number in numbers]
+    for outside in (2**64, -(2**63) - 1):
+        message = rf"column 'a' holds .*{outside}.*; expected a whole number from -2\*\*63 to 2\*\*64 - 1"
+        with pytest.raises(SourceError, match=message):
+            ids([1, outside])

@@ -88,6 +88,7 @@ def test_fixed_size_bytes() -> None:
         (lambda: _core.hash_texts(np.array([0, 2], np.int32), np.zeros(1, np.uint8)), "offsets must rise within the 1"),
         (lambda: _core.hash_texts(np.array([1, 0], np.int64), np.zeros(1, np.uint8)), "offsets must rise"),
         (lambda: _core.hash_texts(np.array([-1, 0], np.int64), np.zeros(1, np.uint8)), "offsets must rise"),
+        (lambda: hash_strings("anna"), r"found 'anna' \(str\); expected a column of strings, such as a list"),
     ],
 )
 def test_invalid_input_is_refused(call: Any, message: str) -> None:

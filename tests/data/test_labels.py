@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from logged import logged
 from satrap.config.columns import LabelColumn
 from satrap.data.arrow import Arrow
 from satrap.data.criteo import Criteo
@@ -156,3 +157,49 @@ def test_a_declaration_that_contradicts_its_kind(options: dict[str, Any], messag
         LabelColumn("y", **options)
     if "kind" not in options:
         assert LabelColumn.from_dict(LabelColumn("y", kind="real", **options).to_dict()).kind == "real"
+
+
+def test_a_text_for_1_that_never_occurs_is_a_warning(tmp_path: Path) -> None:
+    """Labels that are all 0 train without an error."""
+    (tmp_path / "data.csv").write_text("click,a\n" + "yes,1\nno,2\n" * 50)
+    table = pa.table({"click": ["yes", "no"] * 50, "a": range(100)})
+    pq.write_table(table, tmp_path / "data.parquet")
+    files = [CSV(tmp_path / "data.csv"), Parquet(tmp_path / "data.parquet")]
+    for data in [*files, Frame(table), IterableSource(lambda: iter([table]))]:
+        data = data.replace(label="click", label_true=["Yes", "YES"], batch_size=8)
+        values = "" if isinstance(data, IterableSource) else "; found 'yes', 'no'"
+        with logged("satrap.data", "^label column 'click': none of 100 samples holds 'Yes' or 'YES'") as records:
+            batches = data.batches(["a"])
+            assert len(list(batches)) == 13 and next(batches, None) is None
+        (record,) = records
+        assert record.getMessage().endswith(f", so all labels are 0{values}: correct label_true (or true=)")
+        list(data.replace(label_true="yes").batches(["a"]))
+        label = [LabelColumn("a", kind="real"), LabelColumn("click", true="no")]
+        list(data.replace(label=label, label_true=None).batches([]))
+
+
+def test_the_warning_comes_before_the_end_of_much_data() -> None:
+    data = Frame({"y": ["n"] * 60_000, "a": range(60_000)}, label=LabelColumn("y", true="Y"), epochs=None)
+    with data.batches(["a"]) as batches, logged("satrap.data", "none of 100,960 samples") as records:
+        while not records:
+            next(batches)
+
+
+def test_texts_in_a_column_of_numbers_name_the_option(tmp_path: Path) -> None:
+    path = tmp_path / "data.csv"
+    path.write_text("bought,price,a\nno,1.5,1\n1,n/a,2\n")
+    message = r"line 2: column 'bought' holds 'no'; expected a number, or label_true=... for a column of strings; fix"
+    with pytest.raises(SourceError, match=message):
+        list(CSV(path, label="bought").batches(["a"]))
+    message = r"line 3: column 'price' holds 'n/a'; expected a number, or missing=\('n/a',\) if it means no value; fix"
+    with pytest.raises(SourceError, match=message):
+        list(CSV(path, dense="price").batches(["a"]))
+
+
+def test_a_label_among_the_dense_columns_is_refused() -> None:
+    frame = {"y": [0, 1], "z": [1, 0], "a": [1, 2]}
+    for label in ("y", ["z", "y"], [LabelColumn("z"), LabelColumn("y")]):
+        with pytest.raises(
+            ConfigError, match=r"Frame: column 'y' is in dense and is the label, .*: leave it out of dense"
+        ):
+            Frame(frame, dense=["a", "y"], label=label)

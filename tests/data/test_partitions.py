@@ -68,14 +68,20 @@ def test_partitions_are_ids_numbers_and_labels(kind: str, clicks: Rows, path: st
         tmp_path / path,
         ids={"item": satrap.IdColumn(kind="integer"), "hour": satrap.IdColumn(kind="integer")},
         dense=["hour", "x"],
-        label=satrap.LabelColumn("hour", above=6),
+        label=satrap.LabelColumn("day", true="2024-01-02", missing=0),
         batch_size=16,
         extra="day",
     )
     assert found(data, ["item", "day", "hour"]) == [
-        (([row["item"]], hashed(row["day"]), [row["hour"]]), (row["hour"], row["item"] / 2), float(row["hour"] > 6))
+        (
+            ([row["item"]], hashed(row["day"]), [row["hour"]]),
+            (row["hour"], row["item"] / 2),
+            float(row["day"] == "2024-01-02"),
+        )
         for row in clicks
     ]
+    late = data.replace(dense=(), label=satrap.LabelColumn("hour", above=6)).batches(["item"])
+    assert [float(label) for inputs in late for label in inputs.label] == [float(row["hour"] > 6) for row in clicks]  # type: ignore[union-attr]
     extra = [day for inputs in data.batches(["item"]) for day in inputs.extra["day"].to_pylist()]
     assert extra == [row["day"] for row in clicks]
 

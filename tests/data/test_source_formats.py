@@ -138,8 +138,9 @@ def test_a_dict_of_numpy_arrays() -> None:
         "x": np.array([0.5, np.nan, 2.0]),
         "matrix": np.arange(6, dtype=np.float32).reshape(3, 2),
         "flag": np.array([True, False, True]),
+        "click": np.array([True, False, True]),
     }
-    data = Frame(frame, dense=["x", "matrix", DenseColumn("flag")], label="flag", block_rows=2)
+    data = Frame(frame, dense=["x", "matrix", DenseColumn("flag")], label="click", block_rows=2)
     inputs = only_batch(data, ["id", "name", "pair", "bag"])
     assert clicks.bags_of(inputs) == [
         [[3], [2**64 - 1], [5]],
@@ -220,7 +221,9 @@ def test_decimals_without_a_fraction_are_ids_of_integers(decimal: Any) -> None:
 def test_decimals_beyond_64_bits_are_malformed(number: int, is_list: bool) -> None:
     column = pa.array([Decimal(1), Decimal(number)], pa.decimal128(25))
     given = pa.ListArray.from_arrays(pa.array([0, 1, 2]), column) if is_list else column
-    with pytest.raises(SourceError, match=r"row 2: column 'f' holds .*; expected a whole number of 64 bits"):
+    with pytest.raises(
+        SourceError, match=r"row 2: column 'f' holds .*; expected a whole number from -2\*\*63 to 2\*\*64 - 1"
+    ):
         only_batch(Frame({"f": given}), ["f"])
     with pytest.raises(SourceError, match="expected integers or strings for ids"):
         only_batch(Frame({"f": pa.array([Decimal("1.5")])}), ["f"])

@@ -466,4 +466,6 @@ def test_shapes_of_the_inputs_are_checked(kind: type[Any]) -> None:
         model(None, torch.zeros(3, 8))
     with pytest.raises(InputError, match=rf"{name}: dense has the shape \(3, 2\); .*\(3, 0\), .* or None"):
         small(kind, 0, shape(4, 4))(torch.zeros(3, 2), torch.zeros(3, 8))
+    with pytest.raises(InputError, match=r"has the shape \(3, 0\); .*columns; name the columns in the source: dense="):
+        model(torch.zeros(3, 0), torch.zeros(3, 8))
     assert small(kind, 0, shape(4, 4))(torch.zeros(3, 0), torch.zeros(3, 8)).shape == (3,)

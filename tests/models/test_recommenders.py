@@ -353,7 +353,7 @@ def test_what_is_refused() -> None:
         (lambda: SASRec(features, "past", num_heads=3, ignore=["item", "long", "user"]), "num_heads is 3 and the rows"),
         (lambda: HSTU(features, "past", 0, ignore=["item", "long", "user"]), "HSTU: num_layers is 0; expected an int"),
         (lambda: HSTU(features, "past"), r"HSTU: .*the other features are \['item', 'long', 'user'\]"),
-        (lambda: TwoTower(features, ["item"], ["user"]), "TwoTower: .*sequences among the features"),
+        (lambda: TwoTower(features, ["item"], ["user"]), "TwoTower: .*the sequences of the embeddings are"),
         (lambda: TwoTower(features, ["item"], ["item"], ignore=["past", "long"]), "each of the pooled features"),
         (lambda: TwoTower(features, "item", ["user"], ignore=["past", "long"]), "TwoTower, query is 'item'; expected"),
         (

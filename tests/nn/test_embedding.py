@@ -267,6 +267,8 @@ def test_what_a_module_is_not_is_an_error() -> None:
             copy.deepcopy(torch.nn.Sequential(module))
         with pytest.raises(InputError, match=r"ids are torch\.float32; expected a tensor of int64 or int32"):
             module(torch.zeros(2))
+        with pytest.raises(InputError, match=r"ids are torch\.uint64; .*: pass ids\.view\(torch\.int64\)"):
+            module(torch.zeros(2, dtype=torch.uint64))
         with pytest.raises(InputError, match="ids are a list"):
             module([1])
         with pytest.raises(InputError, match="12"):

@@ -123,3 +123,13 @@ def test_a_trainer_that_leaves_alone_is_an_error_of_all(trainers: Trainers, tmp_
 def test_ids_on_the_devices_of_several_trainers_must_be_named(trainers: Trainers, tmp_path: Path) -> None:
     for each in run(trainers, tmp_path, "device", lengths=[2, 2], few=True):
         assert "ConfigError: modules look up 30 ids of table 'item', but the rows are on the devices" in each["error"]
+
+
+def test_loaders_that_do_not_divide_their_data_are_a_warning(trainers: Trainers, tmp_path: Path) -> None:
+    first, second = run(trainers, tmp_path, "shared", lengths=[2, 2], undivided=True, epochs=2)
+    (warning,) = first["warnings"]
+    assert (
+        warning.startswith("prefetch: the first batches of trainers [0, 1] have the same ids")
+        and not second["warnings"]
+    )
+    assert not any(each["warnings"] for each in run(trainers, tmp_path, "shared", lengths=[2, 2]))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import satrap
+from cluster import running_servers, sharded_worker
 from satrap.config.features import Features
 
 
@@ -73,6 +74,34 @@ def test_a_name_that_is_not_there_is_an_error_that_names_the_nearest() -> None:
         with pytest.raises(KeyError, match="there is no feature 'user'; known are 'item_id'"):
             embeddings.features["user"]
         assert "itme" not in embeddings.tables and embeddings.tables.get("itme") is None
+
+
+def test_declarations_show_what_differs_from_the_defaults() -> None:
+    item = satrap.Table("item", 4, num_rows=9)
+    assert repr(item) == "Table('item', 4, num_rows=9)"
+    assert repr(item.bag("mean")) == "Feature(Table('item', 4, num_rows=9), pooling='mean')"
+    last = item.sequence(2, padding_id=0)
+    assert repr(last) == f"Feature({item!r}, pooling='none', max_length=2, keep='last', padding_id=0)"
+    assert repr(satrap.Table("user", 2, admission=satrap.MinCount(3))).startswith(
+        "Table('user', 2, admission=MinCount(n=3"
+    )
+
+
+def test_tables_on_servers_show_their_names_without_a_call() -> None:
+    features = Features({"a": satrap.Table("item", 4)})
+    with running_servers(1) as (server,):
+        with sharded_worker(features, [server.address]) as worker:
+            tables = worker.tables
+        assert repr(tables) == "ShardedTables(item)" and repr(tables["item"]) == "ShardedTable('item', dim=4)"
+
+
+def test_stores_list_no_private_names() -> None:
+    with satrap.Embeddings({"item": satrap.Table("item", dim=4)}) as embeddings:
+        for listed in (dir(embeddings.tables["item"]), dir(embeddings.tables)):
+            assert {"__len__", "lookup"} <= set(listed)
+            assert not [name for name in listed if name.startswith("_") and not name.startswith("__")]
+        bag = satrap.nn.EmbeddingBag(embeddings, "item", padding_idx=0)
+        assert repr(bag) == "EmbeddingBag('item', 4, padding_idx=0, mode='mean')"
 
 
 def test_sequences_show_their_shapes() -> None:

@@ -4,6 +4,7 @@ JSON; it prints the losses, the rows and the batches of each pass, or its error,
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from logged import Records
 from module_jobs import NUM_IDS, Scores, batch, loss_of, start_rows, tables
 from satrap import Checkpoint, Deployment, Embeddings
 from satrap.errors import SatrapError
@@ -48,10 +50,13 @@ def main(rank: int, world_size: int, rendezvous: str, job: dict[str, Any]) -> No
     join(rank, world_size, rendezvous, job)
     torch.manual_seed(0)
     found: dict[str, Any] = {"losses": [], "passes": [], "error": ""}
+    logging.getLogger("satrap.train").addHandler(records := Records())
     try:
         train_prefetched(rank, world_size, job, found)
     except SatrapError as error:
         found["error"] = f"{type(error).__name__}: {error}"
+    found["warnings"] = records.messages
+    logging.getLogger("satrap.train").removeHandler(records)
     with suppress(RuntimeError):
         dist.destroy_process_group()
     print(json.dumps(found), flush=True)
@@ -65,7 +70,7 @@ def train_prefetched(rank: int, world_size: int, job: dict[str, Any], found: dic
     with Embeddings(declared, num_threads=1, **where) as embeddings:
         model = embeddings.parallel(Scores.over(embeddings))
         optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        loader = Parts(rank, world_size, job["lengths"][rank])
+        loader = Parts(*((0, 1) if job.get("undivided") else (rank, world_size)), job["lengths"][rank])
         ids = (lambda item: {"user": named(item)["user"]}) if job.get("few") else named
         run = Checkpoint(job["checkpoint"], model, optimizer, embeddings, loader) if job["checkpoint"] else None
         if job.get("resumes"):

@@ -43,7 +43,9 @@ def test_arguments_that_moved_are_named(name: str) -> None:
 
 
 def test_other_arguments_are_refused() -> None:
-    with pytest.raises(TypeError, match=r"got an unexpected keyword argument 'stalenes'$"):
+    with pytest.raises(
+        TypeError, match=r"unexpected keyword argument 'stalenes': the nearest known one is 'staleness'$"
+    ):
         Embeddings({"id": Table("t", dim=2)}, stalenes=3)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"deployment is a list; expected a satrap\.Deployment, or None"):
         Embeddings({"id": Table("t", dim=2)}, deployment=[ADDRESS])  # type: ignore[arg-type]

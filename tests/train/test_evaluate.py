@@ -27,6 +27,20 @@ class SumInColumn(Sum):
         return super().forward(dense, embeddings)[:, None]
 
 
+class Of(torch.nn.Module):
+    """A model that takes a batch."""
+
+    def forward(self, batch: satrap.Batch) -> torch.Tensor:
+        return batch.embeddings.sum(1)
+
+
+class Broken(torch.nn.Module):
+    """Raises a TypeError that is not about its arguments."""
+
+    def forward(self, dense: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor:
+        return dense + "a"  # type: ignore[operator]
+
+
 DATA = [*batches(4, size=32), *batches(1, size=7)]
 
 
@@ -92,6 +106,23 @@ def test_a_source_instead_of_a_stream_is_refused() -> None:
         InputError, match=r"stream is a Frame; expected a stream .*embeddings\.stream\(data, train=False"
     ):
         satrap.evaluate(torch.nn.Identity(), source)  # type: ignore[arg-type]
+
+
+def test_arrays_in_place_of_a_model_name_what_takes_them() -> None:
+    for call in (satrap.auc, satrap.evaluate):
+        with pytest.raises(InputError, match=r"model is a list; expected a model and .* satrap\.Evaluation\(\)\.add"):
+            call([0.1, 0.2], [0, 1])  # type: ignore[arg-type, list-item]
+
+
+def test_a_model_with_other_inputs_gets_a_note_about_score() -> None:
+    ours, _, _ = job()
+    ours.eval()
+    with pytest.raises(TypeError, match="2 positional arguments but 3") as raised:
+        satrap.evaluate(Of(), ours.stream(DATA))
+    assert "give score=" in raised.value.__notes__[0]
+    with pytest.raises(TypeError, match="unsupported") as raised:
+        satrap.evaluate(Broken(), ours.stream(DATA))
+    assert not hasattr(raised.value, "__notes__")
 
 
 def test_a_batch_without_a_label_is_refused() -> None:

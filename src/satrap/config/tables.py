@@ -150,16 +150,16 @@ Keep = Literal["last", "first"]
 
 
 @internal("frozen_ids with_buckets")
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Table(Serializable):
     """One embedding table: what a row holds, how it starts, learns and expires.
 
     name: the table's name in messages; a seed of its initial values: another name gives other rows.
     dim: numbers in a row's values; 1 to 65536.
-    optimizer: how a gradient changes a row; decides what state a row carries.
-    initial: a new row's values: a pure function of (seed, table name, id).
+    optimizer: how a gradient changes a row; decides what state a row carries. Default: Adagrad().
+    initial: a new row's values: a pure function of (seed, table name, id). Default: Uniform(-0.01, 0.01).
     dtype: how values are stored. 16-bit types are rounded stochastically after an update; state is always float32.
-    admission: which ids get a row.
+    admission: which ids get a row. Default: Always().
     num_rows: ids are 0 to num_rows - 1, so rows are found without a hash; None: any 64-bit number is an id. An id out
         of range is an error. capacity, admission and expire_after cannot be set beside it. It does not change a row, so
         a saved table may be restored with it or without it, if its ids are in range.
@@ -293,7 +293,7 @@ class Table(Serializable):
         return f"table {name!r}" if isinstance(name, str) else "Table"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Feature(Config):
     """A column of ids that are looked up in a table, and how the rows of one sample, its bag, are combined.
 

@@ -44,6 +44,17 @@ class Serializable:
 
     __slots__ = ()
 
+    def __repr__(self) -> str:
+        """Return the required fields, then those that differ from their defaults. Dataclasses with repr=False use it,
+        which have many fields."""
+        shown = []
+        for field in fields(self):  # type: ignore[arg-type]  # subclasses are dataclasses
+            value = getattr(self, field.name)
+            default = field.default if field.default_factory is MISSING else field.default_factory()
+            if value != default:
+                shown.append(f"{'' if default is MISSING else field.name + '='}{value!r}")
+        return f"{type(self).__name__}({', '.join(shown)})"
+
     def to_dict(self) -> dict[str, Any]:
         """Return this object as plain JSON types; ConfigError if it holds a table, a filesystem or the like."""
         values = {name: getattr(self, name) for name in _types(type(self))}

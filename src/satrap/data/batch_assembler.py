@@ -13,7 +13,7 @@ without a copy.
 """
 
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -453,8 +453,9 @@ def _is_label_flat(columns: Columns, chunks: list[Chunk]) -> bool:
 class Batches(Iterator[Inputs]):
     """An iterator over the batches of a source. `close`, or dropping the last reference to it, stops its threads."""
 
-    def __init__(self, assembler: BatchAssembler) -> None:
-        self._assembler = assembler
+    def __init__(self, assembler: BatchAssembler, watch: Callable[[Inputs | None], None]) -> None:
+        """watch: called with each batch, and with None at the end."""
+        self._assembler, self._watch = assembler, watch
         self._skipped_rows = SkippedRows()
         self._batches = assembler.batches(self._skipped_rows)
 
@@ -470,7 +471,11 @@ class Batches(Iterator[Inputs]):
         return self._assembler.about_num_batches()
 
     def __next__(self) -> Inputs:
-        return next(self._batches)
+        inputs = next(self._batches, None)
+        self._watch(inputs)
+        if inputs is None:
+            raise StopIteration
+        return inputs
 
     def __enter__(self) -> "Batches":
         return self

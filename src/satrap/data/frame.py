@@ -21,6 +21,8 @@ from satrap.data.source import RowBlockSource
 from satrap.data.table_rows import SameKinds, TableDecoder, TableRows, kinds_of, table_blocks
 from satrap.errors import ConfigError, SourceError
 
+_LONGEST_DECIMAL = 38  # digits, in Arrow
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Frame(RowBlockSource):
@@ -176,7 +178,11 @@ def _inferred(arrow: Any, values: Any) -> Any:
         return arrow.array(values)
     except OverflowError:  # integers beyond int64, perhaps in lists
         lists = any(isinstance(value, Sequence | np.ndarray) for value in values)
-        return arrow.array(values, arrow.list_(arrow.uint64()) if lists else arrow.uint64())
+        kinds = [arrow.list_(kind) if lists else kind for kind in (arrow.uint64(), arrow.decimal128(_LONGEST_DECIMAL))]
+        try:
+            return arrow.array(values, kinds[0])
+        except OverflowError:  # negative ones, too, or some beyond uint64
+            return arrow.array(values, kinds[1])
     except arrow.ArrowException:
         if not any(map(_is_tensor, values)):
             raise

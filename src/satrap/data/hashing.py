@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from satrap import _core
 from satrap.config.array_args import as_ids
 from satrap.config.optional_deps import pyarrow_for
+from satrap.config.validation import describe
 from satrap.errors import InputError
 
 
@@ -23,7 +24,10 @@ def hash_integers(integers: ArrayLike) -> NDArray[np.uint64]:
 
 
 def hash_strings(strings: Any) -> NDArray[np.uint64]:
-    """Return an id for each text of a column: an Arrow column (also dictionary-encoded), a NumPy array or a list."""
+    """Return an id for each text of a column: an Arrow column (also dictionary-encoded), a NumPy array or a list. None
+    is hashed as the empty string."""
+    if isinstance(strings, str | bytes):
+        raise InputError(f"hash_strings: found {describe(strings)}; expected a column of strings, such as a list")
     arrow = pyarrow_for("hashing strings")
     column = strings
     if not isinstance(column, arrow.Array | arrow.ChunkedArray):

@@ -110,6 +110,9 @@ class IterableSource(Source):
     def _num_threads(self) -> int:
         return 0
 
+    def _some_values(self, column: str) -> list[Any]:
+        return []  # reading items twice may have effects
+
     def _columns(self, features: Features | Sequence[str]) -> Columns:
         # Only the names: items may contain the weights of a weighted feature without a column for them.
         if not isinstance(features, Features):
@@ -389,7 +392,8 @@ def _decode_inputs(where: str, item: Inputs, columns: Columns) -> Chunk:
     for name, column in extra.items():
         if len(column) != n:
             raise SourceError(f"{where}: extra {name!r} has {len(column)} values; expected one for each of {n} samples")
-    is_label_flat = _is_flat(item.label)
+    label: Any = item.label
+    is_label_flat = np.ndim(label) == 1
     if not _is_batch_of(columns, item):
         return Chunk(samples=_samples_of(where, item, columns), extra=extra, is_label_flat=is_label_flat)
     ready_batch = replace(item, extra={**item.extra, **extra}) if extra else item
@@ -453,7 +457,7 @@ def _decode_jagged(where: str, item: tuple[Any, Any, Any], columns: Columns) -> 
     inputs = Inputs(
         names=tuple(keys), values=values, offsets=offsets, weights=weights, batch_size=n, dense=dense, label=label
     )
-    return Chunk(samples=_samples_of(where, inputs, columns), is_label_flat=_is_flat(label))
+    return Chunk(samples=_samples_of(where, inputs, columns), is_label_flat=np.ndim(label) == 1)
 
 
 def _refuse_declared(where: str, columns: Columns) -> None:
@@ -477,10 +481,6 @@ def _integers(where: str, name: str, numbers: Any) -> Any:
     if array.dtype.kind not in "iu":
         raise SourceError(f"{where}: {name} are {array.dtype}; expected integers")
     return array.astype(np.uint64 if array.dtype.kind == "u" else np.int64, copy=False)
-
-
-def _is_flat(label: Any) -> bool:
-    return np.ndim(label) == 1
 
 
 def _floats(numbers: Any, stays: Callable[[object], bool]) -> Any:

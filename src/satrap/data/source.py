@@ -5,9 +5,13 @@ A source of files is a frozen declaration: it holds no data and no open file, so
 """
 
 import dataclasses
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, ClassVar, Self
+
+import numpy as np
 
 from satrap.config.columns import Columns, DenseColumn, IdColumn, LabelColumn, as_names, check_column
 from satrap.config.cores import thread_count
@@ -26,7 +30,7 @@ from satrap.data.batch_assembler import BatchAssembler, Batches
 from satrap.data.block import Block
 from satrap.data.file_source import files_signature
 from satrap.data.id_limit import IdLimit, check_max_ids
-from satrap.data.inputs import Position
+from satrap.data.inputs import Inputs, Position
 from satrap.data.sample_selection import Selection, check_bound, check_share
 from satrap.errors import ConfigError, InputError
 from satrap.hidden_names import internal
@@ -34,6 +38,8 @@ from satrap.hidden_names import internal
 _MAX_COUNT = 2**63 - 1
 _MAX_THREADS = 64
 _DEFAULT_THREADS = 4
+_MANY_SAMPLES = 100_000  # without a label of 1 are probably a mistake
+_LOG = logging.getLogger("satrap.data")
 
 
 @internal("origin")
@@ -132,6 +138,13 @@ class Source(Config, ABC):
             raise ConfigError(
                 f"{where}: label_true is {self.label_true!r} and there is no label; name the label's column"
             )
+        labels: Any = self.label if isinstance(self.label, tuple) else (self.label,)
+        label_names = [label.name if isinstance(label, LabelColumn) else label for label in labels]
+        if both := next((column.name for column in self.dense if column.name in label_names), None):  # type: ignore[union-attr]  # normalised above
+            raise ConfigError(
+                f"{where}: column {both!r} is in dense and is the label, so the model would read what it has to "
+                "predict: leave it out of dense"
+            )
         for name in ("ids", "weights"):
             if not isinstance(getattr(self, name), Mapping):
                 raise ConfigError(f"{where}: {name} is {describe(getattr(self, name))}; expected a dict by feature")
@@ -214,8 +227,17 @@ class Source(Config, ABC):
                 position=position or Position(0, 0, 0),
                 rank=rank,
                 world_size=world_size,
-            )
+            ),
+            _TrueLabels(self, columns.label),
         )
+
+    def _some_values(self, column: str) -> list[Any]:
+        """Return up to three different values of a column, for a message."""
+        reader = self.replace(
+            dense=(), label=None, label_true=None, extra=column, max_ids=None, batch_size=4096, shuffle=False, epochs=1
+        )
+        with reader.batches(()) as batches:
+            return next(batches).extra[column].unique()[:3].to_pylist()  # type: ignore[no-any-return]
 
     def _columns(self, features: Features | Sequence[str]) -> Columns:
         where = type(self).__name__
@@ -274,6 +296,39 @@ class RowBlockSource(Source):
 
     def signature(self) -> dict[str, Any]:
         return super().signature() | {"block_rows": self.block_rows}
+
+
+class _TrueLabels:
+    """Warns once if no label is one of the strings that stand for 1: the model would learn 0 without an error."""
+
+    def __init__(self, source: Source, labels: Sequence[LabelColumn]) -> None:
+        self._source, self._num_samples = source, 0
+        self._unseen = {number: label for number, label in enumerate(labels) if label.true is not None}
+
+    def __call__(self, inputs: Inputs | None) -> None:
+        """Note a batch, or None at the end."""
+        if not self._unseen:
+            return
+        if inputs is not None:
+            self._num_samples += inputs.batch_size
+            labels = np.asarray(inputs.label).reshape(inputs.batch_size, -1)
+            self._unseen = {number: label for number, label in self._unseen.items() if not labels[:, number].any()}
+        if self._num_samples and (inputs is None or self._num_samples >= _MANY_SAMPLES):
+            for label in self._unseen.values():
+                self._warn(label)
+            self._unseen = {}
+
+    def _warn(self, label: LabelColumn) -> None:
+        values: list[Any] = []
+        with suppress(Exception):  # they only illustrate the warning
+            values = self._source._some_values(label.name)
+        _LOG.warning(
+            "label column %r: none of %s samples holds %s, so all labels are 0%s: correct label_true (or true=)",
+            label.name,
+            f"{self._num_samples:,}",
+            " or ".join(map(repr, label.true or ())),
+            f"; found {', '.join(map(repr, values))}" if values else "",
+        )
 
 
 def _plain(value: Any) -> Any:

@@ -56,10 +56,17 @@ def read_vectors(
                 tensors = _tensors(file)
                 known = [name for name, (_, shape, _) in tensors.items() if len(shape) == 2]
                 if vectors is None and len(known) != 1:
-                    raise InputError(f"{file} has {len(known)} tensors of two dimensions, {known}; name one as vectors")
+                    raise InputError(
+                        f"{file} has {len(known)} tensors of two dimensions, {known}; name one by vectors= (--vectors)"
+                    )
                 rows = _map_tensor(file, tensors, known[0] if vectors is None else vectors, _FLOATS)
                 id_rows = None if ids is None else _map_tensor(file, tensors, os.fspath(ids), {"I64": "", "U64": ""})
                 yield from _parts(file, id_rows, rows)
+            case ".pt" | ".pth":
+                raise InputError(
+                    f"{file} is a file of torch.save; expected a .npy, .safetensors or Parquet file of vectors: "
+                    "save its weight by numpy.save('vectors.npy', weight.numpy())"
+                )
             case _:
                 yield from _parquet_parts(file, "id" if ids is None else os.fspath(ids), vectors or "vector")
 
@@ -132,7 +139,8 @@ def _parquet_parts(file: Path, ids: str, vectors: str) -> Iterator[Part]:
         names = parquet.schema_arrow.names
         for name in (ids, vectors):
             if name not in names:
-                raise InputError(f"{file} has no column {name!r}; {suggest(name, names)}")
+                option = "ids= (--ids)" if name == ids else "vectors= (--vectors)"
+                raise InputError(f"{file} has no column {name!r}; {suggest(name, names)}: name it by {option}")
             if names.count(name) > 1:
                 raise InputError(f"{file} has several columns {name!r}; expected one of that name")
         before = 0

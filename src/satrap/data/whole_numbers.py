@@ -41,4 +41,4 @@ def whole_decimals(array: Any) -> Whole:
     fits = compute.and_(compute.greater_equal(array, least), compute.less(array, bound)).fill_null(True)
     integers = compute.if_else(fits, array.cast(arrow.int64(), safe=False), 0)
     present, has_fit = (flags.to_numpy(zero_copy_only=False) for flags in (array.is_valid(), fits))
-    return integers, present, (~has_fit, "a whole number of 64 bits")
+    return integers, present, (~has_fit, "a whole number from -2**63 to 2**64 - 1")

@@ -23,9 +23,9 @@ def block_dims(where: str, embeddings: object, ignore: Sequence[str] = ()) -> di
     sequences = [name for name in features if name not in features.pooled]
     if isinstance(ignore, str) or sorted(ignore) != sorted(sequences):
         raise ConfigError(
-            f"{where}: its input has the pooled features, the sequences among the features are {sequences}, and ignore "
-            f"is {ignore!r}; expected each in a form that {where} trains on, such as table.bag('mean') instead of "
-            f"table.sequence(n), or ignore={sequences} if another part of your model uses batch[name]"
+            f"{where}: the sequences of the embeddings are {sequences}, and ignore is {ignore!r}: pool them, by "
+            f"table.bag('mean') in place of table.sequence(n), or give ignore={sequences} if another part of your "
+            "model uses batch[name]"
         )
     if not features.pooled:
         raise ConfigError(f"{where}: all features are sequences; expected at least one that is pooled")
@@ -96,9 +96,10 @@ def check_inputs(
         return
     if dense is None or dense.shape != (embeddings.shape[0], num_dense):
         shown = "is None" if dense is None else f"has the shape {tuple(dense.shape)}"
+        hint = "; name the columns in the source: dense=[...]" if dense is None or dense.shape[-1] == 0 else ""
         raise InputError(
             f"{where}: dense {shown}; expected the shape ({embeddings.shape[0]}, {num_dense}), one row for each sample "
-            f"and num_dense columns{'' if num_dense else ', or None'}"
+            f"and num_dense columns{'' if num_dense else ', or None'}{hint}"
         )
 
 

@@ -190,8 +190,9 @@ class _TableModule(torch.nn.Module):
 
     def _require_ids(self, ids: Any) -> None:
         if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
-            found = str(ids.dtype) if isinstance(ids, Tensor) else kind_of(ids)
-            raise InputError(f"table {self.table.name!r}: ids are {found}; expected a tensor of int64 or int32")
+            kind = str(ids.dtype) if isinstance(ids, Tensor) else kind_of(ids)
+            hint = ": pass ids.view(torch.int64)" if kind == "torch.uint64" else ""
+            raise InputError(f"table {self.table.name!r}: ids are {kind}; expected a tensor of int64 or int32{hint}")
 
     def _trains(self) -> bool:
         """Return whether lookups are for training; others read and change nothing."""
@@ -304,6 +305,10 @@ class EmbeddingBag(_TableModule):
         super().__init__(embeddings, table, padding_idx)
         check_choice(f"table {self.table.name!r}", "mode", mode, ("sum", "mean", "max"))
         self.mode, self.include_last_offset = mode, include_last_offset
+
+    def extra_repr(self) -> str:
+        """Return what print(model) shows."""
+        return f"{super().extra_repr()}, mode={self.mode!r}"
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """Return the pooled rows of each bag, [bags, embedding_dim], as nn.EmbeddingBag does."""

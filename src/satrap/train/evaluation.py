@@ -43,6 +43,11 @@ def evaluate(
         probabilities; otherwise they are the scores. Holds all samples, 5 to 9 bytes each.
     """
     own = check_metrics("evaluate", metrics)
+    if score is None and not callable(model):
+        raise InputError(
+            f"evaluate: model is {kind_of(model)}; expected a model and a stream of batches. For arrays write "
+            "satrap.Evaluation().add(labels, scores)"
+        )
     if isinstance(stream, Source):
         raise InputError(
             f"evaluate: stream is {kind_of(stream)}; expected a stream of its batches: "
@@ -54,7 +59,7 @@ def evaluate(
         for batch in stream:
             if batch.step:
                 raise InputError("the stream trains its tables: call embeddings.eval() before embeddings.stream(...)")
-            scores = model(batch.dense, batch.embeddings) if score is None else score(batch)
+            scores = _scores(model, batch) if score is None else score(batch)
             truth = batch.label if label is None else label(batch)
             if label is None and truth.dim() == 2 and truth.shape[1] > 1:
                 raise InputError(
@@ -65,6 +70,19 @@ def evaluate(
             result.add(truth.cpu().numpy(), scores.float().cpu().numpy(), groups)
     result.add_metrics(_compute(own, result, has_groups=group is not None))
     return result
+
+
+def _scores(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+    try:
+        scores: torch.Tensor = model(batch.dense, batch.embeddings)
+    except TypeError as error:
+        if "positional argument" in str(error):
+            error.add_note(
+                "evaluate called model(batch.dense, batch.embeddings); for a model with other inputs give score=..., "
+                "such as score=lambda batch: model(batch)"
+            )
+        raise
+    return scores
 
 
 def auc(model: torch.nn.Module, stream: Iterable[Batch]) -> float:

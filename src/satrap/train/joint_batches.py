@@ -9,11 +9,13 @@ with staleness that is the backward pass alone, beside which DDP sends the gradi
 shapes of the batches that they take next, as far as these were read.
 """
 
+import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
+from zlib import crc32
 
 import numpy as np
 from torch import Tensor
@@ -35,6 +37,7 @@ from satrap.train.joint_calls import (
     require_same,
 )  # fmt: skip
 
+_LOG = logging.getLogger("satrap.train")
 _NUM_REGROUPED = 2
 """The first batches, in whose forward passes and steps trainers wait for each other once: DDP regroups its gradients in
 the second, and the gradients of the first step are compared."""
@@ -43,6 +46,10 @@ the second, and the gradients of the first step are compared."""
 _NO_FIRST_BATCH = (
     "prefetch: the loaders of trainers {} have no batch, and those of others have: a trainer whose loader ends before "
     "another's repeats its last batch; expected at least one batch from each loader"
+)
+_SAME_IDS = (
+    "prefetch: the first batches of trainers %s have the same ids: each trainer trains on all that its loader yields, "
+    "so the loader has to divide the data, for example with torch's DistributedSampler"
 )
 
 
@@ -73,13 +80,13 @@ class JointBatches(Iterator[Inputs]):
         weigh: sets the weight of the batch whose backward pass comes next.
         unawaited: the calls in which no trainer waits for another. NEXT is one only if the shapes of the batches are
             known before they are requested.
-        padding: returns a batch of padding. None: one without anything.
+        padding: returns a batch of padding, where the batches are those of a loader. None: one without anything.
         """
         self.weigh = weigh
         self._unawaited = unawaited
         self._batches, self._exchange, self._rank = batches, exchange, rank
         nothing = partial(Padding, names=features, values=np.empty(0, np.uint64), batch_size=0)
-        self._padding: Callable[[], Padding] = nothing if padding is None else padding
+        self._has_loader, self._padding = padding is not None, padding or nothing
         self._requested = self._returned = self._stepped = 0  # the numbers of the last batches
         self._last_step = 0  # the step of the last batch returned
         self._sent: deque[Callable[[], Sequence[Sequence[int]]]] = deque()  # calls that are not compared yet
@@ -138,10 +145,19 @@ class JointBatches(Iterator[Inputs]):
         if without := [rank for rank, shape in enumerate(shapes) if shape[1] == NO_BATCH]:
             self._error, self._is_alone = _NO_FIRST_BATCH.format(without), True
             raise StreamError(self._error)
+        if self._has_loader and number == batch.step == 1:
+            self._compare_ids(batch.inputs)
         self._returned, self._last_step, self.is_last = number, batch.step, step.is_last
         self._requested = self._returned
         batch.calls = BatchCalls(self._returned, batch.step)
         return step
+
+    def _compare_ids(self, inputs: Inputs) -> None:
+        """Warn if other trainers have the same ids in their first batches: a loader does not divide its data."""
+        checksums = self._exchange([crc32(inputs.values.tobytes())], patient=False)()
+        same = [rank for rank, checksum in enumerate(checksums) if checksum == checksums[self._rank]]
+        if len(same) > 1 and self._rank == same[0] and len(inputs.values):
+            _LOG.warning(_SAME_IDS, same)
 
     def use(self, batch: InFlightBatch) -> None:
         """Compare the first use of a batch."""

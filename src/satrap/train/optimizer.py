@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from satrap.device.device_stream import to_host
-from satrap.errors import ConfigError
+from satrap.errors import ConfigError, NonFiniteError
 from satrap.hidden_names import internal
 from satrap.train.dense_strategy import DenseStrategy
 from satrap.train.session import TrainingSession
@@ -102,7 +102,10 @@ class HybridOptimizer(torch.optim.Optimizer):
             return loss
         self._strategy.require_same_gradients()
         # First, so that a gradient refused in this call leaves the dense half unchanged; threads refuse it later.
-        self._session.update({group["table"]: float(group["lr"]) for group in self._tables}, inverse)
+        try:
+            self._session.update({group["table"]: float(group["lr"]) for group in self._tables}, inverse)
+        except NonFiniteError as error:
+            raise error.with_traceback(None) from None  # the message says what the frames below would not
         self._session.figures.measure(inverse)
         self._strategy.step(inverse)
         return loss

@@ -44,6 +44,9 @@ class ShardedTable:
         self._servers, self._number = servers, number
         self._state_dim = state_dim(self.table)
 
+    def __repr__(self) -> str:
+        return f"ShardedTable({self.table.name!r}, dim={self.table.dim})"  # the number of rows takes calls
+
     def __len__(self) -> int:
         return self.stats()["rows"]
 
@@ -228,6 +231,9 @@ class ShardedTables(Mapping[str, ShardedTable]):
 
     def __len__(self) -> int:
         return len(self._tables)
+
+    def __repr__(self) -> str:
+        return f"ShardedTables({', '.join(self._tables)})"
 
     def lookup_by_table(self, ids: Mapping[str, NDArray[np.uint64]]) -> dict[str, NDArray[np.float32]]:
         """Return rows of several tables as `ShardedTable.lookup` does of one, in one call to each server."""

@@ -42,7 +42,7 @@ _CLOSE_SECONDS = 10.0  # a reader that takes longer is reported, and ends with t
 _CLOSED = "this stream was closed: start another one with embeddings.stream(...)"
 _NOT_FINITE = (
     "usual causes are a learning rate that is too large, and large dense values, which reach the model as they are: "
-    "see whether the loss is finite, and read such columns with DenseColumn(log1p=True)"
+    "see whether the loss is finite, read large amounts with DenseColumn(log1p=True), and make ids features"
 )
 _READ, _TABLES = (Stage.READ,), (Stage.UPDATE, Stage.LOOKUP)
 

@@ -4,7 +4,7 @@ A line for each interval of steps: its loss, AUC, samples per second, staleness,
 numbers of the script, the gradient norm, memory of the process and of GPUs, the steps at which an epoch began, and
 learning rates that changed.
 The record has its own intervals, since a screen's are too long for a curve of a short run: they grow with the run, from
-a 64th of a second to a minute, and are long enough that all summaries together take 50 ms and half a percent of
+a 64th of a second to a minute, and are long enough that all summaries together take 0.25 s and half a percent of
 the time. A step costs two microseconds more.
 Under `satrap run` the process also sends every second how far it is, which the run shows and does not record.
 """
@@ -35,7 +35,7 @@ from satrap.run_context import current_context, record_pipe
 _MIN_SECONDS, _MAX_SECONDS = 1 / 64, 60.0
 _OF_ELAPSED = 0.01
 """Length of an interval, as a share of the time since the start."""
-_FREE_SECONDS, _COST_SHARE = 0.05, 0.005
+_FREE_SECONDS, _COST_SHARE = 0.25, 0.005
 """Time that all summaries may take: so many seconds, and this share of the time since the start."""
 _SHOWN_SECONDS = 1.0
 _MAX_ERROR = 500  # characters

@@ -131,7 +131,7 @@ def test_a_run_that_is_ended_says_so(tmp_path: Path) -> None:
         assert process.wait(DEADLINE_SECONDS) == 1
     summary = (out / "summary.txt").read_text()
     assert "pool/one id/float32" in summary and "ended from outside" in summary
-    assert not children_of(out)
+    wait_until(lambda: not children_of(out))  # that are killed with the run
 
 
 WRONG = """

@@ -318,8 +318,7 @@ def test_the_reuse_of_a_users_files(tmp_path: Path, capsys: pytest.CaptureFixtur
         (["hits.parquet"], "hits.parquet has the columns page, user; name the columns of ids"),
         (
             ["bare.csv"],
-            "column 'label' holds '1,2'; expected a number; fix the row, or allow more with --max-bad-rows; "
-            "without --ids, FILES are Criteo's click logs",
+            "fix the row, or allow more with --max-bad-rows; without --ids, FILES are Criteo's click logs",
         ),
         (["none.csv"], "none.csv: there is no such file"),
         (["log.csv", "--ids", "pages"], "pages"),

@@ -39,7 +39,7 @@ def test_a_terminal_gets_one_bar_that_is_redrawn() -> None:
         screen.write(BARE)
         screen.close()
         screen.close()
-        expected = f"\r{bar(FULL, 59, '█░')}\x1b[K\r{bar(BARE, 59)}\x1b[K\r\n".encode()
+        expected = f"\r{bar(FULL, 59, '█░')}\x1b[K\r{bar(BARE, 59)}\x1b[K\r{line(BARE)}\x1b[K\r\n".encode()
         found = b""
         while len(found) < len(expected):
             found += reader.read(1024)
@@ -66,7 +66,7 @@ def test_a_notebook_gets_one_line_that_is_redrawn() -> None:
     screen.write(BARE)
     screen.close()
     whole, bare, evaluated = bar(FULL, 79), bar(BARE, 79), line(EVALUATED)
-    assert notebook.getvalue() == f"\r{whole}\r{bare.ljust(len(whole))}\r{evaluated}\n\r{bare}\n"
+    assert notebook.getvalue() == f"\r{whole}\r{bare.ljust(len(whole))}\r{evaluated}\n\r{bare}\r{line(BARE)}\n"
 
 
 def test_a_bar_in_an_encoding_without_blocks() -> None:
@@ -76,7 +76,7 @@ def test_a_bar_in_an_encoding_without_blocks() -> None:
         screen = Screen(stream, as_bar=True)
         screen.write(FULL)
         screen.close()
-        assert data.getvalue().decode(encoding) == f"\r{bar(FULL, 79, marks)}\x1b[K\n"
+        assert data.getvalue().decode(encoding) == f"\r{bar(FULL, 79, marks)}\x1b[K\r{line(FULL)}\x1b[K\n"
 
 
 def test_json_lines(tmp_path: Path) -> None:

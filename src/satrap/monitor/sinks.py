@@ -61,9 +61,15 @@ class Screen:
                 self._draw(self._report)
 
     def _draw(self, report: Report) -> None:
-        was_open, self._open = self._open, self._as_bar and not report.validation
         notes = [self._note] if self._note else []
-        text = bar(report, columns_of(self._stream) - 1, self._marks, notes) if self._open else line(report)
+        if self._as_bar and not report.validation:
+            self._put(bar(report, columns_of(self._stream) - 1, self._marks, notes), is_bar=True)
+        else:
+            self._put(line(report), is_bar=False)
+
+    def _put(self, text: str, *, is_bar: bool) -> None:
+        """Write a bar, whose line stays open, or a line, over the bar if there is one."""
+        was_open, self._open = self._open, is_bar
         first = "\r" if was_open or self._open else ""
         # What remains of a longer earlier bar is erased, or covered by spaces.
         last = ("\x1b[K" if self._is_erased else " " * (self._width - len(text))) if first else ""
@@ -71,10 +77,9 @@ class Screen:
         write_out(self._stream, f"{first}{text}{last}" + ("" if self._open else "\n"))
 
     def close(self) -> None:
-        """End the line of the last bar."""
-        if self._open:
-            self._open = False
-            write_out(self._stream, "\n")
+        """Replace the last bar by its line, of which the terminal may be too narrow for a part."""
+        if self._open and self._report is not None:
+            self._put(line(self._report), is_bar=False)
 
 
 class JsonLines:

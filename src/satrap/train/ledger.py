@@ -190,7 +190,7 @@ class BatchLedger(Generic[Record]):
         self.is_exhausted = self.has_ended = False
         """Whether the source has no other batch, and whether the loop knows it."""
         self._first_step = last_step + 1
-        self.num_read = 0
+        self._num_read = 0
         self._unsettled: dict[int, Record] = {}  # by number, ascending
         self._to_return: deque[Record] = deque()  # READ or LOOKED_UP
         self._stepped: set[int] = set()  # steps that were submitted, from the oldest open one on
@@ -230,8 +230,8 @@ class BatchLedger(Generic[Record]):
     def _record(self, event: Event, batch: Record, before: State) -> None:
         match event:
             case Event.READ:
-                batch.number, batch.step = self.num_read, self.step_of(self.num_read)
-                self.num_read += 1
+                batch.number, batch.step = self._num_read, self.step_of(self._num_read)
+                self._num_read += 1
                 self._unsettled[batch.number] = batch
                 self.to_look_up.append(batch)
                 self._to_return.append(batch)
@@ -285,7 +285,7 @@ class BatchLedger(Generic[Record]):
     @property
     def step_read_next(self) -> int:
         """The step of the next batch that is read."""
-        return self.step_of(self.num_read)
+        return self.step_of(self._num_read)
 
     @property
     def next_step(self) -> int:

@@ -416,7 +416,7 @@ class Stream(Iterator[Batch]):
         """End the iteration; batches that were returned may still be stepped."""
         ledger = self._ledger
         ledger.has_ended = True
-        self._end_step = self._end_step and ledger.step_of(ledger.num_read - 1)
+        self._end_step = self._end_step and ledger.step_of(ledger.num_returned - 1)
         self._pipeline.drain()
         self._drop([batch for batch in ledger.held() if batch.is_released_unused], "unused", "it was released unused")
         unstepped = ledger.unstepped()

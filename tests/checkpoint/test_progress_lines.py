@@ -67,7 +67,7 @@ def test_saves_resumes_and_moves_over_servers(
     tmp_path: Path, records: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running_servers(2, checkpoints=["/"]) as services:
-        addresses = [each.address for each in services]
+        addresses = [service.address for service in services]
         with Embeddings(tables(), deployment=Deployment(addresses[:1])) as embeddings:
             model = Net()
             optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))

@@ -158,7 +158,7 @@ def killed_in_a_save(run: Path, addresses: list[str], held: Held, old_bytes: Cal
         held.may_write.clear()
         held.is_writing.clear()
         wait_until(lambda: held.is_writing.is_set() and any(old_bytes()))
-        published = [each for each in names(run) if not each.startswith(".")]
+        published = [name for name in names(run) if not name.startswith(".")]
     assert [each for each in names(run) if not each.startswith(".")] == published and published
     return published
 

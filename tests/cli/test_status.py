@@ -182,7 +182,7 @@ def test_status_and_metrics_of_a_live_run(tmp_path: Path) -> None:
 
 def test_servers_by_hand_are_found_by_one_address(capsys: pytest.CaptureFixture[str]) -> None:
     with running_servers(2) as services:
-        addresses = [each.address for each in services]
+        addresses = [service.address for service in services]
         assert main(["status", "--servers", addresses[1], "--seconds", "0.1"]) == 0
         assert "no trainer has given this server its job yet" in capsys.readouterr().out
         with sharded_worker(one_table(), addresses) as worker:
@@ -203,7 +203,7 @@ def test_servers_by_hand_are_found_by_one_address(capsys: pytest.CaptureFixture[
 
 def test_a_server_that_does_not_answer_is_shown() -> None:
     with running_servers(2) as services:
-        addresses = [each.address for each in services]
+        addresses = [service.address for service in services]
         with sharded_worker(one_table(), addresses), RunReader(None, addresses) as reader:
             reader.read()
             services[1].close()
@@ -427,7 +427,7 @@ def test_the_last_checkpoint_is_known_by_the_folders_that_servers_wrote(
 def test_a_restore_is_shown_until_the_next_save(tmp_path: Path) -> None:
     folder = tmp_path / "000006-step-30" / "tables" / "0"
     with running_servers(2) as services:
-        addresses = [each.address for each in services]
+        addresses = [service.address for service in services]
         with sharded_worker(one_table(), addresses) as worker, RunReader(None, addresses) as reader:
             worker.lookup(batch(np.arange(100)), step=1)
             folder.parent.mkdir(parents=True)

@@ -80,7 +80,7 @@ def test_each_kind_of_column_has_its_use(seed: int, kinds: list[str], missing: f
     names = [feature.name for feature in plan.features]
     assert len(set(names)) == len(names)
     assert all(feature.dim in (4, 8, 16) for feature in plan.features)
-    assert all(each.why for each in plan.columns if each.use != "label")
+    assert all(column.why for column in plan.columns if column.use != "label")
     lines = list(plan.lines())
     assert len(lines) == 1 + len(plan.columns) and len(set(map(len, (line[:20] for line in lines)))) == 1
 
@@ -163,7 +163,7 @@ def test_dates_have_a_weekday_and_no_hour(kind: pa.DataType) -> None:
     days = pa.array([86400 * (i % 60) for i in range(100)], pa.timestamp("s")).cast(kind)
     arrays = {"y": pa.array([0, 1] * 50), "day": days}
     plan = plan_columns([profile_column(n, a, is_typed=True) for n, a in arrays.items()], Overrides())
-    assert [(each.name, each.option) for each in plan.features] == [("day_weekday", 'time="weekday"')]
+    assert [(feature.name, feature.option) for feature in plan.features] == [("day_weekday", 'time="weekday"')]
     assert planned(plan, "day").why == "its weekday; dim 4"
 
 

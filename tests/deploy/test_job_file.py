@@ -133,7 +133,7 @@ def test_the_command_writes_what_kubectl_applies(tmp_path: Path, capsys: pytest.
     assert main(command) == 0
     assert f"start the run with: kubectl apply -k {folder}" in capsys.readouterr().out
     names = yaml.safe_load((folder / "kustomization.yaml").read_text())["resources"]
-    assert sorted([*names, "kustomization.yaml"]) == sorted(each.name for each in folder.iterdir())
+    assert sorted([*names, "kustomization.yaml"]) == sorted(path.name for path in folder.iterdir())
     assert "--servers 3" in (folder / "rayjob.yaml").read_text()
     (folder / "mine.yaml").write_text("kept")
     capsys.readouterr()
@@ -141,7 +141,7 @@ def test_the_command_writes_what_kubectl_applies(tmp_path: Path, capsys: pytest.
     assert (folder / "mine.yaml").read_text() == "kept"
     assert f"{folder / 'rayjob.yaml'}: removed; an earlier rendering wrote it" in capsys.readouterr().out
     names = yaml.safe_load((folder / "kustomization.yaml").read_text())["resources"]
-    assert sorted([*names, "kustomization.yaml", "mine.yaml"]) == sorted(each.name for each in folder.iterdir())
+    assert sorted([*names, "kustomization.yaml", "mine.yaml"]) == sorted(path.name for path in folder.iterdir())
 
 
 def test_the_command_replaces_no_file_of_another_author(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,7 +32,7 @@ def pod(folder: Path, authority: Path) -> Path:
     names = {"POD_IP": "127.0.0.1", "POD_NAMESPACE": "training", "CA_FOLDER": str(authority), "TLS_FOLDER": str(folder)}
     command = ["bash", "-c", TLS_SCRIPT]
     subprocess.run(command, env=os.environ | names, check=True, capture_output=True, timeout=60)
-    assert sorted(each.name for each in folder.iterdir()) == ["ca.crt", "tls.crt", "tls.key"]
+    assert sorted(path.name for path in folder.iterdir()) == ["ca.crt", "tls.crt", "tls.key"]
     assert (folder / "tls.key").stat().st_mode & 0o077 == 0
     return folder
 

@@ -59,7 +59,7 @@ def run_together(folder: Path, mode: str) -> list[subprocess.CompletedProcess[st
             child_process(command, 2 * DEADLINE_SECONDS, env={**environment, "RANK": str(rank)}, **pipes)
             for rank in range(2)
         ]
-        running = [stack.enter_context(each) for each in children]
+        running = [stack.enter_context(child) for child in children]
         outputs = [each.communicate(timeout=2 * DEADLINE_SECONDS) for each in running]
     return [
         subprocess.CompletedProcess(command, each.returncode, *output)

@@ -123,7 +123,7 @@ def test_what_all_trainers_do_is_no_error(
 ) -> None:
     how: dict[str, Any] = {"staleness": staleness, "overlap": overlap, "ahead": ahead, "device": "cpu"}
     found = trainers.run([], 2, tmp_path, **how, checkpoint=str(tmp_path / "run"), differs=way, all=True)
-    assert all(each["error"] == "" and end_alike(each, found[0]) for each in found), found[0]["error"]
+    assert all(end["error"] == "" and end_alike(end, found[0]) for end in found), found[0]["error"]
 
 
 @pytest.mark.draw(2)
@@ -213,7 +213,7 @@ def test_a_deterministic_run_with_staleness_is_the_same_for_every_shard(
     by_rows = trainers.run([], world_size, tmp_path, **how, overlap=True)
     for overlap in (True, False):
         found = trainers.run([], world_size, tmp_path, **how, shards=shards, overlap=overlap, device_memory=memory)
-        assert all(end_alike(each, by_rows[0]) and each["updated"] == by_rows[0]["updated"] for each in found)
+        assert all(end_alike(end, by_rows[0]) and end["updated"] == by_rows[0]["updated"] for end in found)
 
 
 @pytest.mark.draw(1)

@@ -73,7 +73,7 @@ def test_a_replaced_trainer_changes_nothing_when_it_resumes(tmp_path: Path, rng:
     """Stopped at any moment with updates in flight; it resumes while its successor trains. The oracle continues from
     the same checkpoint without a resumed trainer."""
     with running_servers(2) as services:
-        addresses = [each.address for each in services]
+        addresses = [service.address for service in services]
         command = [sys.executable, str(Path(__file__).parents[1] / "support/stopped_child.py"), json.dumps(addresses)]
 
         def wake(step: int) -> None:

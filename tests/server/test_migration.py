@@ -247,7 +247,7 @@ def test_later_trainers_find_the_current_servers(rng: np.random.Generator) -> No
     """From the run's first addresses; and a server that has left may join again."""
     local = local_worker(features(), num_threads=1)
     with running_servers(3) as services:
-        addresses = [each.address for each in services]
+        addresses = [service.address for service in services]
         with sharded_worker(features(), addresses[:1]) as worker:
             step_both([local, worker], rng, [draw_bags(rng, local.features, 60)], 1)
             for now, wanted in ((addresses[:1], addresses), (addresses, addresses[:2]), (addresses[:2], addresses[1:])):
@@ -321,7 +321,7 @@ def test_a_coordinator_suspended_during_another_migration_is_refused(
     local, slept, refused = local_worker(features(), num_threads=1), 0, 0
     begin, mine = Client.start, threading.get_ident()
     with running_servers(3) as services, sharded_worker(features(), [services[0].address]) as worker:
-        addresses = [each.address for each in services]
+        addresses = [service.address for service in services]
         with Training(local, worker, rng):
             for num_calls in range(seed % 12, 1000, 12):
                 left, others = [num_calls], addresses[: 2 + slept % 2]
@@ -352,7 +352,7 @@ def test_a_coordinator_suspended_during_another_migration_is_refused(
 
 def test_server_addresses_are_those_of_the_first_trainer() -> None:
     with running_servers(2) as services:
-        addresses = [each.address for each in services]
+        addresses = [service.address for service in services]
         others = [each.replace("ipc:///", "ipc:///./") for each in addresses]
         with (
             sharded_worker(table(), addresses),
@@ -365,7 +365,7 @@ def test_server_addresses_are_those_of_the_first_trainer() -> None:
 def test_concurrent_coordinators_lose_nothing(seed: int, rng: np.random.Generator) -> None:
     local, caught = local_worker(features(), num_threads=1), list[BaseException]()
     with running_servers(3) as services, sharded_worker(features(), [services[0].address]) as worker:
-        addresses = [each.address for each in services]
+        addresses = [service.address for service in services]
 
         def move(number: int) -> None:
             draw = np.random.default_rng([seed, number])

@@ -103,7 +103,7 @@ def test_cuts_stay_as_they_were_while_rows_are_trained_and_migrate(rng: np.rando
 @contextmanager
 def two_servers() -> Iterator[tuple[list[Service], Any]]:
     with running_servers(3) as services:
-        addresses = [each.address for each in services]
+        addresses = [service.address for service in services]
         with sharded_worker(one_table(), addresses[:2]) as worker:
             looked = worker.lookup(batch(range(40)), step=1)
             update(worker, looked, looked.block, step=1)
@@ -112,7 +112,7 @@ def two_servers() -> Iterator[tuple[list[Service], Any]]:
 
 def test_a_migration_waits_for_the_cut(tmp_path: Path) -> None:
     with two_servers() as (services, worker):
-        addresses = [each.address for each in services]
+        addresses = [service.address for service in services]
         cut = worker.tables.take_cut()
         with pytest.raises(DeadlineError, match="a checkpoint of this server's buckets is being saved"):
             Migration(addresses[:2], addresses, deadline=0.5).run()
@@ -140,7 +140,7 @@ def test_a_cut_that_one_server_refuses_keeps_no_migration_waiting(
         return answers
 
     with two_servers() as (services, worker):
-        addresses = [each.address for each in services]
+        addresses = [service.address for service in services]
         monkeypatch.setattr(ServerGroup, "call_servers", refuse_once)
         cut = worker.tables.take_cut()
         assert refused == ["take_cut", "versions"]
@@ -149,7 +149,7 @@ def test_a_cut_that_one_server_refuses_keeps_no_migration_waiting(
 
 def test_a_cut_that_nothing_writes_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with two_servers() as (services, worker):
-        addresses = [each.address for each in services]
+        addresses = [service.address for service in services]
         monkeypatch.setattr(state, "CUT_SECONDS", 0.0)
         cut = worker.tables.take_cut()
         assert Migration(addresses[:2], addresses, deadline=60.0).run().buckets > 0

@@ -151,7 +151,7 @@ def test_two_trainers_write_their_parts(rng: np.random.Generator) -> None:
     declared = one_table()
     ids, values = np.arange(60, dtype=np.uint64), rng.normal(size=(60, 2)).astype(np.float32)
     with running_servers(2) as services:
-        addresses = [each.address for each in services]
+        addresses = [service.address for service in services]
         with sharded_worker(declared, addresses) as first:
             attempt = first.servers.attempt
             with (

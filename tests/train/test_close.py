@@ -152,7 +152,7 @@ def test_closing_applies_submitted_updates(overlap: bool, tmp_path: Path) -> Non
     found = []
     for closes in (True, False):
         with running_servers(2) as services:
-            addresses = [each.address for each in services]
+            addresses = [service.address for service in services]
             embeddings, model, optimizer = job(servers=addresses, staleness=3, deterministic=True)
             with embeddings:
                 for batch in embeddings.stream(batches(9), overlap=overlap):

@@ -337,7 +337,7 @@ def test_migrations_lose_nothing() -> None:
         train(embeddings, model, optimizer, batches(40))
         expected = values_of(model)
     with running_servers(3) as services:
-        addresses = [each.address for each in services]
+        addresses = [service.address for service in services]
         with job(addresses[:1], KINDS["Adam"]) as (embeddings, model, optimizer):
             for number, one in enumerate(embeddings.stream(batches(40)), 1):
                 optimizer.zero_grad()

@@ -73,7 +73,7 @@ def test_it_has_the_bits_of_a_local_worker(worker: Any, rng: np.random.Generator
 def test_a_trainer_without_ids_at_a_server_pins_no_rows_there(pads: bool, wire: str) -> None:
     """Two trainers share a bounded table; the second uses two ids for ever, or pads."""
     with running_servers(3) as services, ExitStack() as stack:
-        addresses = [each.address for each in services]
+        addresses = [service.address for service in services]
         first = stack.enter_context(sharded_worker(one_table(capacity=64), addresses, wire=wire))
         options: dict[str, Any] = {"trainer": 1, "attempt": first.servers.attempt, "wire": wire}
         second = stack.enter_context(sharded_worker(one_table(capacity=64), addresses, **options))
@@ -167,7 +167,7 @@ def test_a_server_error_is_raised_with_its_address() -> None:
 
 def test_a_server_of_another_job_is_refused_field_by_field() -> None:
     with running_servers(2) as services:
-        addresses = [each.address for each in services]
+        addresses = [service.address for service in services]
         with sharded_worker(one_table(), addresses):
             pass
         with pytest.raises(ConfigError, match=r"table 't', num_buckets: 16 here, 8 there.*seed|seed.*num_buckets: 16"):
@@ -185,7 +185,7 @@ def test_the_number_of_buckets_is_that_of_the_servers(monkeypatch: pytest.Monkey
     update(local, looked := local.lookup(ids, step=1), looked.block)
     local.tables["t"].save(tmp_path)
     with running_servers(3) as services:
-        addresses = [each.address for each in services]
+        addresses = [service.address for service in services]
         with monkeypatch.context() as patch:
             patch.setattr("satrap.config.job._BUCKETS_PER_SERVER", 200)  # as of some eighty servers
             with sharded_worker(table, addresses) as worker:
@@ -245,7 +245,7 @@ def test_each_save_of_a_table_has_a_version(tmp_path: Path) -> None:
 
 def test_a_replaced_process_cannot_write() -> None:
     with running_servers(2) as services:
-        addresses = [each.address for each in services]
+        addresses = [service.address for service in services]
         with sharded_worker(one_table(), addresses) as old:
             looked = old.lookup(batch(range(20)))
             with sharded_worker(one_table(), addresses) as new:

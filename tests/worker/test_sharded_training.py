@@ -72,7 +72,7 @@ def test_lookups_overlap_updates(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_next_checkpoint_after_a_migration_is_whole(known: bool, tmp_path: Path) -> None:
     """Whether or not the trainer knows of the migration when it saves; later checkpoints are changes again."""
     with running_servers(3) as services:
-        addresses = [each.address for each in services]
+        addresses = [service.address for service in services]
         embeddings, model, optimizer = job(servers=addresses[:2])
         run = Checkpoint(tmp_path, model, optimizer, embeddings, None, full_every=100, keep=100)
         parents = []
@@ -146,7 +146,7 @@ def test_a_missing_part_is_refused_and_changes_nothing(tmp_path: Path) -> None:
 
 def test_rows_of_an_earlier_run_are_not_trained_by_mistake() -> None:
     with running_servers(2) as services:
-        addresses = [each.address for each in services]
+        addresses = [service.address for service in services]
         for again in (False, True):
             embeddings, model, optimizer = job(servers=addresses)
             assert embeddings.worker.servers is not None

@@ -191,7 +191,7 @@ def test_a_lookup_is_rounded_and_a_read_is_exact(num_servers: int, rng: np.rando
     """In training and in evaluation, pooled and not; `read` never rounds."""
     local = local_worker(features(), num_threads=1)
     with running_servers(num_servers) as services:
-        addresses = [each.address for each in services]
+        addresses = [service.address for service in services]
         with sharded_worker(features(), addresses, wire="float16") as worker:
             inputs = draw_bags(rng, local.features, 50).inputs()
             for options in ({"step": 1}, {"train": False}):
@@ -262,7 +262,7 @@ def test_trainers_of_one_step_may_differ_in_their_wires() -> None:
     looked = [local.lookup(each, step=1) for each in inputs]
     local.update([each.ticket for each in looked if each.ticket], gradients, step=1)
     with running_servers(2) as services:
-        addresses = [each.address for each in services]
+        addresses = [service.address for service in services]
         with (
             sharded_worker(one_table(), addresses, barrier_size=2) as plain,
             sharded_worker(

@@ -124,7 +124,6 @@ TestLedger = LedgerMachine.TestCase
         ("max_requests", 1 << 20),
         ("max_bytes", 1 << 62),
         ("max_frame_bytes", 1 << 62),
-        ("max_partial_bytes", 1 << 62),
         ("max_frames", MAX_FRAMES),
     ],
 )

@@ -44,7 +44,7 @@ from satrap.rpc.values import in_pieces
 P = TypeVar("P")
 
 _CONNECT_SECONDS = 1.0  # wait of a thread's first call for its connection, in start()
-_MAX_FRAME_BYTES, _MAX_MESSAGE_BYTES = Limits().max_frame_bytes, Limits().max_partial_bytes
+_MAX_FRAME_BYTES, _MAX_MESSAGE_BYTES = Limits().max_frame_bytes, Limits().max_bytes
 
 
 class Client(Generic[P]):

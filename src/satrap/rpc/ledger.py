@@ -41,9 +41,6 @@ class Limits:
     """Bytes of those requests."""
     max_frame_bytes: int = 256 << 20
     """Bytes of one array. A connection that sends a larger frame is closed before the frame is in memory."""
-    max_partial_bytes: int = 1 << 30
-    """Bytes of incomplete messages on all TCP connections together, and so of any one message. Beyond it, connections
-    are closed: see guard.py."""
     max_frames: int = 2500
     """Frames of one message. Further frames are discarded as they arrive, and the request is refused."""
 
@@ -52,7 +49,6 @@ class Limits:
             ("max_requests", 1 << 20),
             ("max_bytes", 1 << 62),
             ("max_frame_bytes", 1 << 62),
-            ("max_partial_bytes", 1 << 62),
             ("max_frames", MAX_FRAMES),
         ):
             check_integer("Limits", name, getattr(self, name), 1, high)

@@ -17,8 +17,8 @@ the object's methods must be idempotent. Its array arguments are read-only views
 returns must not be changed afterwards, since they are sent without a copy.
 
 Limited are the requests (see Limits), replies that a connection does not read, frames that are not received yet, and
-over TCP also silent connections and incomplete messages (guard.py). Only this user can reach a Unix socket, so
-its connections are not watched.
+over TCP also connections, those that are silent most (guard.py). Only this user can reach a Unix socket, so its
+connections are not watched.
 """
 
 import logging
@@ -95,7 +95,8 @@ class Service:
         port 0 is any free one.
 
         keys: `Keys.read("server.key")`, which `satrap keys` wrote; required for tcp:// unless `insecure`.
-        insecure: serve tcp:// without keys: anyone who can reach the port may call, and traffic is not encrypted.
+        insecure: serve tcp:// without keys: anyone who can reach the port may call, or exhaust this process's memory,
+        and traffic is not encrypted.
         num_threads: number of threads that run methods.
         close_seconds: how long close() waits for running methods.
         """
@@ -150,7 +151,7 @@ class Service:
         self._socket_file: SocketFile | None = None
         self._authenticator: Any = None
         # Only this user can reach a Unix socket.
-        self._guard = None if is_unix(address) else Guard(router, self._limits.max_partial_bytes)
+        self._guard = None if is_unix(address) else Guard(router)
         try:
             self._authenticator = None if keys is None else _enable_curve(self._context, router, keys)
             self.address = self._bind(address)
@@ -158,8 +159,6 @@ class Service:
         except BaseException:
             self._release_sockets()
             raise
-        if self._guard is not None:
-            self._guard.start()
 
     def _bind(self, address: str) -> str:
         """Bind the socket and return the address for clients."""
@@ -305,7 +304,7 @@ class Service:
                 num_surplus += 1
         self._ledger.counts.received_bytes += num_bytes
         if self._guard is not None:
-            self._guard.record_message(first, num_bytes)
+            self._guard.record_message(first)
         header, joined = None, b""
         try:
             if not frames:

@@ -196,7 +196,7 @@ def test_dense_gradients_are_weighed_until_the_next_weight() -> None:
     dense = SyncDense(optimizer.dense, ProcessGroup())
     bias = list(model.parameters())[1]
     for weight in (1.0, 0.5, 0.0, 1.0):
-        dense.weigh(weight)
+        dense.set_weight(weight)
         model.zero_grad()
         bias.sum().backward()
         assert bias.grad is not None and bias.grad.tolist() == [weight] * 8

@@ -160,9 +160,9 @@ class SyncDense(DenseStrategy):
         trainers = self._trainers
         if trainers.world_size == 1:
             return inputs
-        return JointBatches(inputs, features, trainers.exchange, trainers.rank, self.weigh, unawaited, padding)
+        return JointBatches(inputs, features, trainers.exchange, trainers.rank, self.set_weight, unawaited, padding)
 
-    def weigh(self, weight: float) -> None:
+    def set_weight(self, weight: float) -> None:
         """Multiply the gradients of the following backward passes by `weight`, before DDP averages them."""
         for handle in self._weight_hooks:
             handle.remove()

@@ -71,18 +71,18 @@ class JointBatches(Iterator[Inputs]):
         features: tuple[str, ...],
         exchange: Exchange,
         rank: int,
-        weigh: Callable[[float], None],
+        set_weight: Callable[[float], None],
         unawaited: Collection[Call] = (),
         padding: Callable[[], Padding] | None = None,
     ) -> None:
         """exchange: shares numbers with the other trainers; all of them call it together.
         rank: the rank of this trainer.
-        weigh: sets the weight of the batch whose backward pass comes next.
+        set_weight: sets the weight of the batch whose backward pass comes next.
         unawaited: the calls in which no trainer waits for another. NEXT is one only if the shapes of the batches are
             known before they are requested.
         padding: returns a batch of padding, where the batches are those of a loader. None: one without anything.
         """
-        self.weigh = weigh
+        self.set_weight = set_weight
         self._unawaited = unawaited
         self._batches, self._exchange, self._rank = batches, exchange, rank
         nothing = partial(Padding, names=features, values=np.empty(0, np.uint64), batch_size=0)

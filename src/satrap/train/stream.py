@@ -349,7 +349,7 @@ class Stream(Iterator[Batch]):
             self._drop(passed, "unused", why)
         self._look_up.wait_for_copies(batch)  # on the stream of this use
         with Uninterrupted():
-            self._weigh(batch)
+            self._set_weight(batch)
             self._look_up.hand_over(batch)
             if self.joint is not None:
                 self.joint.watch(batch)
@@ -384,7 +384,7 @@ class Stream(Iterator[Batch]):
             self.joint.reach(calls)
         self._hold()
 
-    def _weigh(self, batch: InFlightBatch) -> None:
+    def _set_weight(self, batch: InFlightBatch) -> None:
         """Set the weight for the next backward pass, which must be this batch's."""
         if self.joint is None:
             return
@@ -395,7 +395,7 @@ class Stream(Iterator[Batch]):
                 f"which waits for its backward pass, has {other.inputs.batch_size}; several trainers weigh each batch "
                 "by its samples: call backward() for a batch before using the next one"
             )
-        self.joint.weigh(batch.weight)
+        self.joint.set_weight(batch.weight)
 
     def _awaiting_backward(self) -> InFlightBatch | None:
         """Return the first batch that is used and that no backward pass has reached."""
@@ -496,4 +496,4 @@ class Stream(Iterator[Batch]):
         self._hold()
         if self.joint is not None:
             awaited = self._awaiting_backward()
-            self.joint.weigh(1.0 if awaited is None else awaited.weight)
+            self.joint.set_weight(1.0 if awaited is None else awaited.weight)

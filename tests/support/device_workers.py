@@ -81,7 +81,8 @@ class RoundingWorker(_Converting):
     def _seen(self, rows: Any) -> Any:
         return torch.from_numpy(rows).to(self._dtype).float().numpy()
 
-    _given = _seen
+    def _given(self, gradients: Any) -> Any:
+        return self._seen(gradients)
 
 
 def as_tensors(inputs: Inputs, device: str = "cpu") -> Inputs:

@@ -150,17 +150,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> No
     for item in items:
         fixtures = [definition[-1].func for definition in item._fixtureinfo.name2fixturedefs.values()]
         is_slow = item.path.parent.name in CLUSTERS or item.path.name in SLOWEST
-        if is_slow or starts_processes(item.function, *fixtures):
+        if is_slow or any(map(starts_processes, [item.function, *fixtures])):
             item.add_marker("cluster")
     places = {name: place for place, name in enumerate((*SLOWEST, *LONG))}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))
 
 
 @cache
-def starts_processes(*functions: Any) -> bool:
-    """Return whether one of these functions, or of those and the classes in tests/ and benchmarks/ that they use, names
-    a way to start processes."""
-    used = [inspect.unwrap(function) for function in functions]
+def starts_processes(tested: Any) -> bool:
+    """Return whether this function, or one of those and the classes in tests/ and benchmarks/ that it uses, names a way
+    to start processes."""
+    used = [inspect.unwrap(tested)]
     for function in used:
         codes = [function.__code__]
         for code in codes:

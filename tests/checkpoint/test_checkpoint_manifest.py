@@ -61,7 +61,7 @@ def manifest(**fields: Any) -> CheckpointManifest:
     source=st.none() | st.just({"a": 1}),
     num_tables=st.integers(0, 2),
 )
-@settings(max_examples=50)
+@settings(max_examples=settings().max_examples // 2)
 def test_what_is_written_is_read_again(
     parent: tuple[str | None, int | None], positions: list[Position | None], is_best: bool, source: Any, num_tables: int
 ) -> None:

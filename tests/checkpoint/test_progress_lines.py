@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +67,11 @@ def observed_midway(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_saves_resumes_and_moves_over_servers(
     tmp_path: Path, records: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    user, item = (replace(tables()[name], num_buckets=32) for name in ("user", "item"))
+    features = {"user": user, "item": item, "history": item.bag("mean")}
     with running_servers(2, checkpoints=["/"]) as services:
         addresses = [service.address for service in services]
-        with Embeddings(tables(), deployment=Deployment(addresses[:1])) as embeddings:
+        with Embeddings(features, deployment=Deployment(addresses[:1])) as embeddings:
             model = Net()
             optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
             train(embeddings, model, optimizer, batches(10))

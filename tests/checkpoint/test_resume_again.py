@@ -43,7 +43,7 @@ def undisturbed(run: Path, until: int) -> dict[str, Any]:
     return job.state()
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=settings().max_examples // 10, deadline=None)
 @given(saved=st.integers(1, 5), further=st.integers(1, 5), times=st.integers(1, 2), full_every=st.sampled_from([1, 3]))
 def test_a_run_that_resumes_itself_equals_an_undisturbed_one(
     tmp_path_factory: pytest.TempPathFactory, saved: int, further: int, times: int, full_every: int

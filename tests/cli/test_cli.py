@@ -87,6 +87,7 @@ def test_a_busy_machine_is_reported(capsys: pytest.CaptureFixture[str], monkeypa
 def test_torchs_threads_that_take_longer_than_one_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     clock = iter([0.0, 3.0, 3.0, 5.0, 0.0, 1.0, 1.0, 3.0])
+    monkeypatch.setattr("satrap.cli.doctor._STEPS", 1)
     monkeypatch.setattr("torch.get_num_threads", lambda: 4)
     monkeypatch.setattr("torch.set_num_threads", asked.append)
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))
@@ -97,7 +98,10 @@ def test_torchs_threads_that_take_longer_than_one_are_reported(monkeypatch: pyte
     assert list(_slow_threads()) == [] and asked == [4, 1, 4, 4, 1, 4]
 
 
-def test_the_stages_of_the_short_run_add_up(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_stages_of_the_short_run_add_up(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("satrap.cli.doctor._STEPS", 3)
     assert main(["doctor", "--dim", "4"]) == 0
     text = capsys.readouterr().out
     samples = float(re.search(r"short run +([\d,]+) samples/s", text).group(1).replace(",", ""))  # type: ignore[union-attr]

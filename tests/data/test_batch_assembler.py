@@ -78,7 +78,7 @@ def test_every_sample_occurs_once_in_each_epoch(data: UnevenSource) -> None:
 
 
 @given(uneven_sources(), st.sampled_from([1, 1, 2, 5]))
-@settings(max_examples=60)
+@settings(max_examples=settings().max_examples // 2)
 def test_resuming_at_any_position_continues_the_sequence(data: UnevenSource, world_size: int) -> None:
     for rank in range(world_size):
         whole = list(data.batches(["a"], rank=rank, world_size=world_size))

@@ -57,7 +57,7 @@ def content(data: Source) -> tuple[list[int], bytes, int]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=settings().max_examples // 5)
 @given(st.lists(st.one_of(NUMBERS, NUMBERS, st.none(), MALFORMED), min_size=1, max_size=20), st.booleans())
 def test_texts_are_numbers_as_in_csv(kind: str, tmp_path: Path, texts: list[str | None], log1p: bool) -> None:
     column = satrap.DenseColumn("x", missing=-3.5, log1p=log1p)

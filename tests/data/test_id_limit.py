@@ -56,7 +56,7 @@ def at(inputs: Inputs) -> Position:
 
 
 @given(sources(), st.sampled_from([1, 2, 3]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=settings().max_examples // 2, deadline=None)
 def test_each_sample_is_in_one_batch_that_no_other_would_fit_in(given: tuple[list[int], Any], world_size: int) -> None:
     lengths, data = given
     limit = data.max_ids[1]
@@ -73,7 +73,7 @@ def test_each_sample_is_in_one_batch_that_no_other_would_fit_in(given: tuple[lis
 
 
 @given(sources(), st.sampled_from([1, 2]))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=settings().max_examples // 4, deadline=None)
 def test_resuming_continues_the_same_batches(given: tuple[list[int], Any], world_size: int) -> None:
     _, data = given
     for rank in range(world_size):
@@ -84,7 +84,7 @@ def test_resuming_continues_the_same_batches(given: tuple[list[int], Any], world
 
 
 @given(sources(), st.data())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=settings().max_examples // 4, deadline=None)
 def test_another_number_of_ranks_continues(given: tuple[list[int], Any], draw: st.DataObject) -> None:
     lengths, data = given
     positions, seen = [], Counter[int]()

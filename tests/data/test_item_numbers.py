@@ -43,7 +43,7 @@ def kept(feature: Any, bag: list[int]) -> list[int]:
     return at[-feature.max_length :] if feature.keep == "last" else at[: feature.max_length]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=settings().max_examples // 4, deadline=None)
 @given(
     bags=lists,
     max_length=st.sampled_from([None, 1, 3]),

@@ -65,7 +65,7 @@ def test_a_batch_waits_for_no_further_sample(
 
 
 @given(st.integers(0, 6000), st.integers(1, 5000), st.booleans())
-@settings(max_examples=30)
+@settings(max_examples=settings().max_examples // 4)
 def test_one_trainer_resumes_with_another_batch_size(consumed: int, size: int, offsets: bool) -> None:
     """Also at a position within a group of 4,096 samples that were converted together."""
     n = 6000

@@ -48,7 +48,7 @@ def test_ranks_partition_the_samples(data: UnevenSource, world_size: int) -> Non
     assert max(counts) - min(counts) <= 1, "equally many for each rank"
 
 
-@settings(max_examples=40)
+@settings(max_examples=settings().max_examples // 3)
 @given(uneven_sources(), st.lists(st.sampled_from([1, 2, 3, 7]), min_size=2, max_size=4), st.data())
 def test_another_number_of_ranks_continues(data: UnevenSource, worlds: list[int], draw: st.DataObject) -> None:
     """Trainers stop after different numbers of batches, and others continue: every sample occurs once."""

@@ -11,7 +11,7 @@ from satrap.data.inputs import Inputs
 from satrap.data.reuse import LAGS, measure_reuse
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=settings().max_examples // 6, deadline=None)
 @given(seed=st.integers(0, 2**32), has_bags=st.booleans())
 def test_reuse_equals_that_of_sets(seed: int, has_bags: bool) -> None:
     random = np.random.default_rng(seed)

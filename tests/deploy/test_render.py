@@ -36,7 +36,7 @@ def size(quantity: str) -> int:
 
 @each_target
 @given(JOBS)
-@settings(max_examples=6)
+@settings(max_examples=settings().max_examples // 20)
 def test_kubernetes_takes_every_object(target: str, job: DeployJob) -> None:
     for each in rendered(job, target):
         kubernetes_schemas.validate(each)
@@ -46,7 +46,7 @@ def test_kubernetes_takes_every_object(target: str, job: DeployJob) -> None:
 
 @each_target
 @given(JOBS)
-@settings(max_examples=20)
+@settings(max_examples=settings().max_examples // 6)
 def test_the_parts_of_a_pod_fit_together(target: str, job: DeployJob) -> None:
     pods = pods_of(rendered(job, target))
     assert {role: count for role, (count, _) in pods.items() if role != "head"} == {
@@ -94,7 +94,7 @@ def test_the_parts_of_a_pod_fit_together(target: str, job: DeployJob) -> None:
 
 @each_target
 @given(JOBS)
-@settings(max_examples=10)
+@settings(max_examples=settings().max_examples // 12)
 def test_policies_select_the_pods_that_they_are_for(target: str, job: DeployJob) -> None:
     objects = rendered(job, target)
     pods = {role: (count, template["metadata"]["labels"]) for role, (count, template) in pods_of(objects).items()}
@@ -121,7 +121,7 @@ def test_policies_select_the_pods_that_they_are_for(target: str, job: DeployJob)
 
 @each_target
 @given(JOBS)
-@settings(max_examples=6)
+@settings(max_examples=settings().max_examples // 20)
 def test_a_pod_monitor_has_each_process_scraped(target: str, job: DeployJob) -> None:
     objects = rendered(job, target)
     monitors = [each["spec"] for each in objects if each["kind"] == "PodMonitor"]
@@ -142,7 +142,7 @@ def one(objects: list[dict[str, Any]], kind: str) -> dict[str, Any]:
 
 
 @given(JOBS)
-@settings(max_examples=8)
+@settings(max_examples=settings().max_examples // 15)
 def test_the_command_of_a_ray_job_is_what_satrap_run_takes_and_fits_its_pods(job: DeployJob) -> None:
     ray_job = one(rendered(job, "kuberay"), "RayJob")
     spec = ray_job["spec"]
@@ -176,7 +176,7 @@ def test_the_command_of_a_ray_job_is_what_satrap_run_takes_and_fits_its_pods(job
 
 
 @given(JOBS)
-@settings(max_examples=8)
+@settings(max_examples=settings().max_examples // 15)
 def test_the_commands_of_plain_pods_are_what_satrap_takes_and_name_each_other(job: DeployJob) -> None:
     objects = rendered(job, "kubernetes")
     services = {each["metadata"]["name"]: each["spec"] for each in objects if each["kind"] == "Service"}

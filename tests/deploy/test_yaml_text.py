@@ -97,7 +97,7 @@ def assert_filled(lines: list[str], words: list[str], prefix: str) -> None:
 
 
 @given(WORDS, st.integers(0, 2))
-@settings(max_examples=40)
+@settings(max_examples=settings().max_examples // 3)
 def test_a_comment_fills_its_lines(words: list[str], depth: int) -> None:
     value: dict[str, Any] = {"key": Note("  ".join(words), 1)}
     for _ in range(depth):
@@ -109,7 +109,7 @@ def test_a_comment_fills_its_lines(words: list[str], depth: int) -> None:
 
 
 @given(WORDS)
-@settings(max_examples=40)
+@settings(max_examples=settings().max_examples // 3)
 def test_a_command_fills_its_lines(words: list[str]) -> None:
     first, *lines = document({"run": Command(words)}).splitlines()
     assert first == "run: >-"

@@ -14,6 +14,7 @@ from bag_oracle import UNIVERSE, draw_bags
 from cluster import step_both
 from contents import outcome
 from device_workers import (
+    LIVES,
     ArrayWorker,
     SortingWorker,
     as_tensors,
@@ -29,7 +30,7 @@ from one_row import OPTIMIZERS
 from satrap import Embeddings, IterableSource, Table
 from satrap.config.features import Features
 from satrap.config.optimizers import Adagrad
-from satrap.config.tables import MinCount, Normal, Probability
+from satrap.config.tables import Normal
 from satrap.data.inputs import Inputs
 from satrap.device import device_ids, reference
 from satrap.device.device_ids import DeviceIds, GroupedIds
@@ -95,17 +96,8 @@ def test_one_id_in_each_bag_without_offsets(rng: np.random.Generator) -> None:
     assert_equal(workers)
 
 
-LIVES: dict[str, dict[str, Any]] = {
-    "evicts": {"capacity": 8, "num_buckets": 2},
-    "expires": {"expire_after": 2},
-    "counts": {"admission": MinCount(2)},
-    "draws": {"admission": Probability(0.4)},
-    "zeros": {"admission": Probability(0.4), "absent": "zeros"},
-}
-
-
 @pytest.mark.parametrize("memory", [None, 10, 0])
-@pytest.mark.parametrize("life", LIVES)
+@pytest.mark.parametrize("life", ["evicts", "expires", "counts", "draws", "zeros"])
 def test_rows_live_as_in_the_core(life: str, memory: int | None, rng: np.random.Generator) -> None:
     """All rows on the device, some, and none."""
     item = Table("item", dim=3, optimizer=Adagrad(lr=0.1), **LIVES[life])

@@ -102,7 +102,7 @@ class DeviceMachine(StoreMachine):
 
 
 TestDevice = DeviceMachine.TestCase
-TestDevice.settings = settings(max_examples=25)
+TestDevice.settings = settings(max_examples=settings().max_examples // 5)
 
 
 class SortingMachine(DeviceMachine):
@@ -110,7 +110,7 @@ class SortingMachine(DeviceMachine):
 
 
 TestSorting = SortingMachine.TestCase
-TestSorting.settings = settings(max_examples=20)
+TestSorting.settings = settings(max_examples=settings().max_examples // 6)
 
 
 class TieredMachine(DeviceMachine):
@@ -159,7 +159,7 @@ class TieredMachine(DeviceMachine):
 
 
 TestTiers = TieredMachine.TestCase
-TestTiers.settings = settings(max_examples=20)
+TestTiers.settings = settings(max_examples=settings().max_examples // 6)
 
 
 class SortingTieredMachine(TieredMachine):
@@ -167,4 +167,4 @@ class SortingTieredMachine(TieredMachine):
 
 
 TestSortingTiers = SortingTieredMachine.TestCase
-TestSortingTiers.settings = settings(max_examples=20)
+TestSortingTiers.settings = settings(max_examples=settings().max_examples // 6)

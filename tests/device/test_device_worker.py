@@ -4,7 +4,6 @@ tests for a GPU."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,89 +14,46 @@ import torch
 from bag_oracle import UNIVERSE, draw_bags, follow
 from cluster import features, step_both
 from contents import worker_contents
-from device_workers import ArrayWorker, SortingWorker, assert_equal, pair
+from device_workers import (
+    LIVES,
+    ArrayWorker,
+    SortingWorker,
+    every_kind,
+    give_gradients_that_are_not_finite,
+    pair,
+    take_random_steps,
+    take_steps_of_every_size,
+    three_features,
+)
 from one_row import OPTIMIZERS
 from satrap.config.features import Features
 from satrap.config.optimizers import Adagrad, Adam
-from satrap.config.tables import Constant, Feature, MinCount, Normal, Probability, Table, Uniform
+from satrap.config.tables import Feature, MinCount, Normal, Table
 from satrap.data.inputs import Inputs
 from satrap.device.device_worker import device_worker
 from satrap.device.home_memory import RowLayout
 from satrap.device.row_memory import RowMemory
-from satrap.errors import CapacityError, InputError, NonFiniteError, SatrapError, TicketError
+from satrap.errors import CapacityError, InputError, SatrapError, TicketError
 from satrap.table.store import Store
 from snapshots import assert_same, exported
 
 CPU = torch.device("cpu")
 
 
-def tables_like(table: Table, optimizer: Any, dtype: Any) -> Features:
-    """Features of every pooling over a table, and over one with another dim."""
-    user = replace(table, name="user", dim=17, optimizer=optimizer, dtype=dtype)
-    item = replace(table, optimizer=optimizer, dtype=dtype)
-    return Features(
-        {
-            "item": item,
-            "mean": item.bag("mean", weighted=True, padding_id=3),
-            "path": item.sequence(3),
-            "user": user.bag("sqrtn"),
-            "padded": user.sequence(2, keep="first", padding_id=4),
-            "jagged": item.sequence(padding_id=3),
-            "jagged first": user.sequence(2, keep="first", jagged=True),
-        }
-    )
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda each: type(each).__name__)
-def test_it_has_the_bits_of_the_core(optimizer: Any, dtype: str, device: str, rng: np.random.Generator) -> None:
-    table = Table("item", dim=int(rng.integers(1, 40)), initial=Normal(std=0.5), num_buckets=4)
-    workers = pair(tables_like(table, optimizer, dtype), device=device)
-    for step in range(1, 6):
-        step_both(workers, rng, [draw_bags(rng, workers[0].features, 7) for _ in range(1 + step % 2)], step)
-    assert_equal(workers)
-
-
-LIVES: dict[str, dict[str, Any]] = {
-    "evicts": {"capacity": 8, "num_buckets": 2},
-    "expires": {"expire_after": 2},
-    "counts": {"admission": MinCount(2)},
-    "draws": {"admission": Probability(0.4)},
-    "zeros": {"admission": Probability(0.4), "absent": "zeros"},
-    "uniform": {"initial": Uniform(-2.0, 3.0)},
-    "constant": {"initial": Constant(0.25)},
-    "frozen": {"frozen": range(3, 2**63)},
-    "frozen set": {"frozen": [0, 3, 4, 9, 2**64 - 1]},
-}
+def test_it_has_the_bits_of_the_core(optimizer: Any, dtype: Any, device: str, rng: np.random.Generator) -> None:
+    dim = int(rng.integers(1, 40))
+    table = Table("item", dim=dim, optimizer=optimizer, dtype=dtype, initial=Normal(std=0.5), num_buckets=4)
+    take_steps_of_every_size(pair(every_kind(table), device=device), rng, UNIVERSE)
 
 
 @pytest.mark.parametrize("life", LIVES)
 def test_rows_live_as_in_the_core(life: str, device: str, rng: np.random.Generator) -> None:
-    """Admission, eviction, expiry and absent rows; a feature without a gradient, dropped batches, and evaluation."""
+    """Admission, eviction, expiry and absent rows; a feature without a gradient, dropped batches, and evaluation; with
+    staleness, an id that was refused and is admitted before its gradient arrives."""
     item = Table("item", dim=3, optimizer=Adagrad(lr=0.1), **LIVES[life])
-    workers = pair(Features({"item": item, "path": item.sequence(2), "bag": item.bag("mean")}), device=device)
-    for step in range(1, 25):
-        bags = draw_bags(rng, workers[0].features, 1)
-        evaluated = [worker.lookup(bags.inputs(), train=False) for worker in workers]
-        np.testing.assert_array_equal(evaluated[0].block, evaluated[1].block)
-        try:
-            looked = [worker.lookup(bags.inputs(), step=step) for worker in workers]
-        except CapacityError:  # more ids in one bucket than it has rows: the other must refuse it too
-            with pytest.raises(CapacityError):
-                workers[1].lookup(bags.inputs(), step=step)
-            assert_equal(workers)
-            continue
-        np.testing.assert_array_equal(looked[0].block, looked[1].block)
-        np.testing.assert_array_equal(looked[0].sequences["path"], looked[1].sequences["path"])
-        gradient, of_path = rng.normal(size=(1, 6)).astype(np.float32), rng.normal(size=(1, 2, 3)).astype(np.float32)
-        for worker, each in zip(workers, looked, strict=True):
-            if step % 5 == 0:
-                worker.drop(each.ticket)
-            else:
-                block = None if step % 7 == 0 else gradient
-                paths = [] if step % 3 == 0 else [{"path": of_path}]
-                worker.update([each.ticket], [block], paths or None, step=step, lrs={"item": 0.2}, scale=0.5)
-        assert_equal(workers)
+    take_random_steps(pair(three_features(item), device=device), item, rng, batch_size=1, same_errors=False)
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
@@ -105,49 +61,11 @@ def test_it_equals_torch(accumulate: int, device: str, rng: np.random.Generator)
     follow(ArrayWorker(features(), device, num_threads=1), rng, num_steps=3, accumulate=accumulate, scale=0.5)
 
 
-def test_updates_later_than_other_lookups(device: str, rng: np.random.Generator) -> None:
-    """With staleness: an id that was refused, and is admitted before its gradient arrives, is updated."""
-    item = Table("item", dim=3, admission=MinCount(2), capacity=6, num_buckets=1)
-    workers = pair(Features({"item": item}), device=device)
-    open_batches: list[tuple[int, list[Any]]] = []
-    for step in range(1, 20):
-        inputs = Inputs(names=("item",), values=rng.choice(UNIVERSE[:9], 2), batch_size=2)
-        oldest = open_batches[0][0] if open_batches else step
-        looked = [worker.lookup(inputs, step=step, oldest_open=oldest) for worker in workers]
-        np.testing.assert_array_equal(looked[0].block, looked[1].block)
-        open_batches.append((step, looked))
-        if len(open_batches) > 2:
-            earlier, tickets = open_batches.pop(0)
-            gradient = rng.normal(size=(2, 3)).astype(np.float32)
-            for worker, each in zip(workers, tickets, strict=True):
-                worker.update([each.ticket], [gradient], step=earlier)
-        assert_equal(workers)
-
-
 @pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])
-@pytest.mark.parametrize("bad", [np.nan, np.inf, 3e38])
-def test_gradients_that_are_not_finite(on_nonfinite: Any, bad: float, device: str, rng: np.random.Generator) -> None:
-    """3e38 is finite, the sum of several is not."""
+def test_gradients_that_are_not_finite(on_nonfinite: Any, device: str, rng: np.random.Generator) -> None:
     item = Table("item", dim=3, on_nonfinite=on_nonfinite, optimizer=Adagrad(lr=0.1))
-    workers = pair(Features({"item": item, "path": item.sequence(4)}), device=device)
-    for step in range(1, 6):
-        ids = rng.choice(UNIVERSE[:4], 20)
-        offsets = np.array([0, 1, 2, 3, 4, 8, 12, 16, 20])
-        inputs = Inputs(names=("item", "path"), values=ids, offsets=offsets, batch_size=4)
-        gradient = rng.normal(size=(4, 3)).astype(np.float32)
-        of_path = rng.normal(size=(4, 4, 3)).astype(np.float32)
-        of_path[rng.random(of_path.shape) < 0.2] = bad
-        errors = []
-        for worker in workers:
-            looked = worker.lookup(inputs, step=step)
-            try:
-                worker.update([looked.ticket], [gradient], [{"path": of_path}], step=step)
-            except NonFiniteError as error:
-                errors.append(str(error))
-                worker.drop(looked.ticket)  # it is still unused
-        assert len(set(errors)) <= 1 and len(errors) in (0, 2)
-        assert on_nonfinite == "raise" or not errors
-        assert_equal(workers)
+    declared = three_features(item)
+    give_gradients_that_are_not_finite(pair(declared, device=device), declared, rng)
 
 
 def test_gradients_of_another_number_of_rows_are_refused(device: str) -> None:

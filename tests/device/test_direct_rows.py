@@ -16,6 +16,7 @@ import torch
 from contents import contents, row_bytes, worker_contents
 from device_workers import (
     ArrayWorker,
+    Direct,
     as_tensors,
     assert_equal,
     every_kind,
@@ -39,27 +40,6 @@ from torch_calls import READS, CountedCalls, IdleKernels
 
 NUM_ROWS = 60
 IDS = np.arange(NUM_ROWS, dtype=np.uint64)
-
-
-def below(inputs: Inputs, num_rows: int) -> Inputs:
-    """Return the batch with ids that the tables can have."""
-    return replace(inputs, values=inputs.values % np.uint64(num_rows))
-
-
-class Direct:
-    """A worker whose batches are brought into range."""
-
-    def __init__(self, worker: Any, num_rows: int, device: str | None) -> None:
-        """device: where the ids are, in tensors; None: they are in an array."""
-        self.worker, self._num_rows, self._device = worker, num_rows, device
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.worker, name)
-
-    def lookup(self, inputs: Inputs, **options: Any) -> Any:
-        given = below(inputs, self._num_rows)
-        found = self.worker.lookup(given if self._device is None else as_tensors(given, self._device), **options)
-        return replace(found, masks={name: torch.as_tensor(mask).cpu().numpy() for name, mask in found.masks.items()})
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,6 @@ summed in float32. On a device the kernels round; rows in memory and on servers 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from cluster import running_servers, step_both
 from contents import bits
 from device_workers import (
     ArrayWorker,
+    Direct,
     RoundingWorker,
     SortingWorker,
     assert_equal,
@@ -40,19 +40,6 @@ NUM_ROWS = 60
 BELOW = np.arange(NUM_ROWS * 3 // 4, dtype=np.uint64)  # the smallest table of `every_kind` has so many rows
 
 
-class Numbered:
-    """A worker whose batches have ids that all tables can have."""
-
-    def __init__(self, worker: Any) -> None:
-        self.worker = worker
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.worker, name)
-
-    def lookup(self, inputs: Inputs, **options: Any) -> Any:
-        return self.worker.lookup(replace(inputs, values=inputs.values % np.uint64(len(BELOW))), **options)
-
-
 def workers_of(declared: Features, output_dtype: str, device: str, where: str) -> list[Any]:
     """Return a worker that rounds rows in memory, and one with rows on the device."""
     kind = SortingWorker if where == "sorted" else ArrayWorker
@@ -62,7 +49,7 @@ def workers_of(declared: Features, output_dtype: str, device: str, where: str) -
         RoundingWorker(local_worker(declared, seed=3, num_threads=1), output_dtype),
         kind(declared, device, output_dtype=output_dtype, **options),
     ]
-    return [Numbered(worker) for worker in found] if declared.tables[0].num_rows else found
+    return [Direct(worker, len(BELOW), None) for worker in found] if declared.tables[0].num_rows else found
 
 
 def table_of(where: str, **options: Any) -> Table:

@@ -22,7 +22,7 @@ OWN += '[trainers]\ngpus = 8\nnode_labels = { "cloud.google.com/gke-accelerator"
 OWN += '[servers]\nrows = "1GiB"\n'
 SHARES = st.sampled_from([0.5, 0.7, 0.8, 1.0])
 # Many price lists have no room for a job.
-thirty = settings(max_examples=30, suppress_health_check=list(HealthCheck))
+thirty = settings(max_examples=settings().max_examples // 4, suppress_health_check=list(HealthCheck))
 
 
 @st.composite

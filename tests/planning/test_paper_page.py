@@ -1,9 +1,11 @@
-"""The paper's run in docs/internals/planning.md: each line of its tables is computed again and compared."""
+"""The paper's run in docs/internals/planning.md: each line of its tables is computed again and compared; the figures of
+docs/deploy.md, too."""
 
 from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -16,6 +18,7 @@ from satrap.planning.estimate import Estimate
 from satrap.planning.input_files import read_description, read_prices
 from satrap.planning.machines import Layout, Pool
 from satrap.planning.planner import Plan, _Search, make_plan
+from satrap.planning.report import lines_of
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/internals/planning.md").read_text()
@@ -149,6 +152,27 @@ def described(layout: Layout) -> list[str]:
 def test_the_arithmetic() -> None:
     lines = [f"| {' | '.join(line)} |" for line in steps()]
     assert "\n".join(lines) in PAGE
+
+
+@pytest.mark.parametrize("model", ["paper", "clicks"])
+def test_the_figures_of_the_page_on_kubernetes(model: str) -> None:
+    page = (ROOT / "docs/deploy.md").read_text()
+    (row,) = [line for line in page.splitlines() if line.startswith("|") and f"`{model}.toml`" in line]
+    found = plan()
+    if model != "paper":
+        found = make_plan(read_description(ROOT / f"examples/planning/{model}.toml"), found.prices, DEFAULTS)
+    text = "\n".join(lines_of(found, ["train.py"]))
+    for figure in (
+        r"for \S+: (\S+ samples/s) requested",
+        r"\nsum +(.*?) of rows",
+        r"\nservers +\d+ +(\d+ x \S+)",
+        r"\nservers .*?  ([\d.]+ [GT]B) ",
+        r"\nbound by (.*?):",
+        r"\nsaves .*? in (.*?) \(",
+        r"\nprice +(.* for a billion samples)",
+    ):
+        match = re.search(figure, text)
+        assert match is not None and match[1] in row, figure
 
 
 def test_the_layouts() -> None:

@@ -41,7 +41,7 @@ def every_layout(job: Workload, listed: PriceList) -> Iterator[Layout]:
 
 
 @given(st.floats(3e3, 3e5), st.integers(10**5, 10**9), st.floats(0.3, 3.0), st.sampled_from([0, 4]))
-@settings(max_examples=6)
+@settings(max_examples=settings().max_examples // 20)
 def test_no_other_layout_is_much_cheaper(rate: float, rows: int, price: float, staleness: int) -> None:
     job = workload(load(rows), samples_per_second=rate, staleness=staleness)
     listed = prices(machine("a"), machine("b", cores=24, memory_gib=256.0, price_per_hour=price * 2))
@@ -56,7 +56,7 @@ def test_no_other_layout_is_much_cheaper(rate: float, rows: int, price: float, s
 
 
 @given(st.floats(1e4, 1e6), st.integers(10**6, 10**9), st.sampled_from([0, 4]), st.integers(3, 12))
-@settings(max_examples=6)
+@settings(max_examples=settings().max_examples // 20)
 def test_every_machine_of_a_plan_is_needed(rate: float, rows: int, staleness: int, available: int) -> None:
     """With one machine less of any kind, a plan is below the rate, or its own if that is lower, or does not fit."""
     job = workload(load(rows), samples_per_second=rate, staleness=staleness)
@@ -70,7 +70,7 @@ def test_every_machine_of_a_plan_is_needed(rate: float, rows: int, staleness: in
 
 
 @given(st.floats(1e4, 1e7), st.integers(10**6, 10**9))
-@settings(max_examples=10)
+@settings(max_examples=settings().max_examples // 12)
 def test_alternatives_place_the_roles_in_other_ways(rate: float, rows: int) -> None:
     """One for each way that reaches the rate of the plan, the cheapest first."""
     found = plan(workload(load(rows), samples_per_second=rate), machine(available=50))

@@ -11,7 +11,7 @@ from satrap.planning.workload import expected_unique
 
 
 @given(st.integers(1, 20_000), st.integers(1, 50_000), st.floats(0.0, 2.5))
-@settings(max_examples=40)
+@settings(max_examples=settings().max_examples // 3)
 def test_it_is_the_sum_over_all_ids(draws: int, rows: int, exponent: float) -> None:
     weights = np.arange(1, rows + 1, dtype=np.float64) ** -exponent
     shares = weights / weights.sum()

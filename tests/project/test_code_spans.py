@@ -6,9 +6,8 @@ files are read and not imported.
 """
 
 import ast
-import io
+import keyword
 import re
-import tokenize
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -26,26 +25,26 @@ def relative(path: Path) -> str:
 
 
 @cache
-def read(path: Path) -> tuple[ast.Module, list[tokenize.TokenInfo]]:
-    """The syntax tree and the tokens of a file."""
+def read(path: Path) -> tuple[list[ast.AST], str]:
+    """The nodes of a file's syntax tree, and its text."""
     text = path.read_text()
-    return ast.parse(text), list(tokenize.generate_tokens(io.StringIO(text).readline))
+    return list(ast.walk(ast.parse(text))), text
 
 
 @cache
 def known() -> frozenset[str]:
     """Every name, attribute, argument, keyword and file of the package, and those in strings and in the core."""
-    names = {part for path in SOURCES for part in path.relative_to(ROOT / "src").with_suffix("").parts}
+    names = set(keyword.kwlist)
+    names |= {part for path in SOURCES for part in path.relative_to(ROOT / "src").with_suffix("").parts}
     for path in [*SOURCES, ROOT / "src/satrap/_core.pyi"]:
-        names |= {token.string for token in read(path)[1] if token.type == tokenize.NAME}
+        nodes = read(path)[0]
+        docstrings = {id(text) for node in nodes if (text := _docstring(node)) is not None}
+        for node in nodes:
+            for _, value in ast.iter_fields(node):
+                if isinstance(value, str) and id(node) not in docstrings:
+                    names.update(re.findall(r"[A-Za-z_]\w*", value))
     for path in CORE:
         names |= set(re.findall(r"[A-Za-z_]\w*", re.sub(r"//.*", "", path.read_text())))
-    for path in SOURCES:
-        tree = read(path)[0]
-        docstrings = {id(text) for node in ast.walk(tree) if (text := _docstring(node)) is not None}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
-                names.update(re.findall(r"[A-Za-z_]\w*", node.value))
     return frozenset(names)
 
 
@@ -54,7 +53,7 @@ def classes() -> dict[str, list[ast.ClassDef]]:
     """The classes of the package by name."""
     by_name: dict[str, list[ast.ClassDef]] = {}
     for path in [*SOURCES, ROOT / "src/satrap/_core.pyi"]:
-        for node in ast.walk(read(path)[0]):
+        for node in read(path)[0]:
             if isinstance(node, ast.ClassDef):
                 by_name.setdefault(node.name, []).append(node)
     return by_name
@@ -86,11 +85,11 @@ def _docstring(node: ast.AST) -> ast.expr | None:
 
 
 def prose(path: Path) -> str:
-    """The docstrings and comments of a file."""
-    tree, tokens = read(path)
-    nodes = (_docstring(node) for node in ast.walk(tree))
-    docstrings = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-    return "\n".join([*docstrings, *(token.string for token in tokens if token.type == tokenize.COMMENT)])
+    """The docstrings and comments of a file, and what follows a `#` in a string."""
+    nodes, text = read(path)
+    found = (_docstring(node) for node in nodes)
+    docstrings = [node.value for node in found if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    return "\n".join([*docstrings, *re.findall("#.*", text)])
 
 
 def exists(span: str) -> bool:

@@ -253,15 +253,23 @@ def test_no_decision_depends_on_the_wall_clock() -> None:
     assert found == WALL_CLOCK
 
 
+def functions_in(node: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Yield the functions of a tree, those inside others too; expressions, which are most of its nodes, have none."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield child
+        if not isinstance(child, ast.expr):
+            yield from functions_in(child)
+
+
 def faults_of_python(path: Path) -> Iterator[str]:
-    text, (top, *nodes) = path.read_text(), tree(path)
-    assert isinstance(top, ast.Module)
+    text = path.read_text()
+    top = ast.parse(text)
     if text.strip() and not ast.get_docstring(top):
         yield "a file opens by saying its job"
     if (lines := len(text.splitlines())) >= MAX_FILE_LINES:
         yield f"{lines} lines"
-    functions = (node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
-    for node in functions:
+    for node in functions_in(top):
         if (lines := (node.end_lineno or 0) - node.lineno + 1) >= MAX_FUNCTION_LINES:
             yield f"{node.name} has {lines} lines"
 

@@ -7,6 +7,7 @@ import inspect
 import re
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -190,8 +191,16 @@ HIDDEN_TYPES = {"Ticket", "Block"}
 
 
 def is_of_satrap(name: str) -> bool:
-    modules = [module for path, module in list(sys.modules.items()) if path.startswith("satrap")]
-    return any(getattr(getattr(each, name, None), "__module__", "").startswith("satrap") for each in modules)
+    return name in names_of_satrap()
+
+
+@cache
+def names_of_satrap() -> set[str]:
+    """The names, in any module of Satrap, of what is defined in one of them."""
+    values = [
+        one for path, module in list(sys.modules.items()) if path.startswith("satrap") for one in vars(module).items()
+    ]
+    return {name for name, value in values if str(getattr(value, "__module__", "")).startswith("satrap")}
 
 
 def test_a_signature_names_types_and_defaults(sections: dict[str, str]) -> None:

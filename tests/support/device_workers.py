@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from contents import worker_contents
 from loop import Net, job, loss_of
 from satrap import Adagrad, Checkpoint, Embeddings, Table
 from satrap.config.features import Features
+from satrap.config.tables import Constant, MinCount, Probability, Uniform
 from satrap.data.inputs import Inputs
 from satrap.device.device_worker import device_worker
 from satrap.errors import CapacityError, NonFiniteError
@@ -27,7 +27,35 @@ from satrap.worker.local_rows import local_worker
 from satrap.worker.worker import LookupResult
 
 
-class ArrayWorker:
+class _Converting:
+    """A worker that gives and gets other arrays than the one that does its work."""
+
+    worker: Any
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.worker, name)
+
+    def lookup(self, *args: Any, **options: Any) -> LookupResult:
+        found: LookupResult = self.worker.lookup(*args, **options)
+        sequences = {name: self._seen(rows) for name, rows in found.sequences.items()}
+        return replace(found, block=self._seen(found.block), sequences=sequences)
+
+    def update(self, tickets: Any, block_gradients: Any, sequence_gradients: Any = None, **options: Any) -> None:
+        blocks = [None if block is None else self._given(block) for block in block_gradients]
+        if sequence_gradients is not None:
+            sequence_gradients = [
+                {name: self._given(rows) for name, rows in each.items()} for each in sequence_gradients
+            ]
+        self.worker.update(tickets, blocks, sequence_gradients, **options)
+
+    def _seen(self, rows: Any) -> Any:
+        raise NotImplementedError
+
+    def _given(self, gradients: Any) -> Any:
+        raise NotImplementedError
+
+
+class ArrayWorker(_Converting):
     """A worker on a device that takes and returns arrays, as the other workers do."""
 
     def __init__(self, declared: Features, device: str, *, output_dtype: str = "float32", **options: Any) -> None:
@@ -35,50 +63,26 @@ class ArrayWorker:
         self.worker.rows.output_dtype = output_dtype
         self._dtype = getattr(torch, output_dtype)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.worker, name)
+    def _seen(self, rows: Any) -> Any:
+        assert rows.dtype == self._dtype
+        return rows.float().cpu().numpy()
 
-    def lookup(self, *args: Any, **options: Any) -> LookupResult:
-        found: LookupResult = self.worker.lookup(*args, **options)
-        assert {rows.dtype for rows in (found.block, *found.sequences.values())} == {self._dtype}
-        sequences = {name: rows.float().cpu().numpy() for name, rows in found.sequences.items()}
-        return replace(found, block=found.block.float().cpu().numpy(), sequences=sequences)
-
-    def update(self, tickets: Any, block_gradients: Any, sequence_gradients: Any = None, **options: Any) -> None:
-        to = partial(torch.Tensor.to, device=self.worker.device, dtype=self._dtype)
-        blocks = [None if block is None else to(torch.from_numpy(block)) for block in block_gradients]
-        if sequence_gradients is not None:
-            sequence_gradients = [
-                {name: to(torch.from_numpy(rows)) for name, rows in each.items()} for each in sequence_gradients
-            ]
-        self.worker.update(tickets, blocks, sequence_gradients, **options)
+    def _given(self, gradients: Any) -> Any:
+        return torch.from_numpy(gradients).to(device=self.worker.device, dtype=self._dtype)
 
 
-class RoundingWorker:
+class RoundingWorker(_Converting):
     """A worker whose rows, and the gradients that it gets, torch rounds to another dtype: the oracle of
     `output_dtype`."""
 
     def __init__(self, worker: Any, output_dtype: str) -> None:
         self.worker, self._dtype = worker, getattr(torch, output_dtype)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.worker, name)
-
-    def lookup(self, *args: Any, **options: Any) -> LookupResult:
-        found: LookupResult = self.worker.lookup(*args, **options)
-        sequences = {name: self._rounded(rows) for name, rows in found.sequences.items()}
-        return replace(found, block=self._rounded(found.block), sequences=sequences)
-
-    def update(self, tickets: Any, block_gradients: Any, sequence_gradients: Any = None, **options: Any) -> None:
-        blocks = [None if block is None else self._rounded(block) for block in block_gradients]
-        if sequence_gradients is not None:
-            sequence_gradients = [
-                {name: self._rounded(rows) for name, rows in each.items()} for each in sequence_gradients
-            ]
-        self.worker.update(tickets, blocks, sequence_gradients, **options)
-
-    def _rounded(self, rows: NDArray[np.float32]) -> NDArray[np.float32]:
+    def _seen(self, rows: Any) -> Any:
         return torch.from_numpy(rows).to(self._dtype).float().numpy()
+
+    def _given(self, gradients: Any) -> Any:
+        return self._seen(gradients)
 
 
 def as_tensors(inputs: Inputs, device: str = "cpu") -> Inputs:
@@ -98,6 +102,27 @@ class SortingWorker(ArrayWorker):
         return replace(found, masks={name: np.asarray(mask) for name, mask in found.masks.items()})
 
 
+def below(inputs: Inputs, num_rows: int) -> Inputs:
+    """Return the batch with ids that the tables can have."""
+    return replace(inputs, values=inputs.values % np.uint64(num_rows))
+
+
+class Direct:
+    """A worker whose batches are brought into range."""
+
+    def __init__(self, worker: Any, num_rows: int, device: str | None) -> None:
+        """device: where the ids are, in tensors; None: they are in an array."""
+        self.worker, self._num_rows, self._device = worker, num_rows, device
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.worker, name)
+
+    def lookup(self, inputs: Inputs, **options: Any) -> Any:
+        given = below(inputs, self._num_rows)
+        found = self.worker.lookup(given if self._device is None else as_tensors(given, self._device), **options)
+        return replace(found, masks={name: torch.as_tensor(mask).cpu().numpy() for name, mask in found.masks.items()})
+
+
 def pair(declared: Features, seed: int = 3, device: str = "cpu") -> list[Any]:
     return [
         local_worker(declared, seed=seed, num_threads=2),
@@ -111,21 +136,37 @@ def assert_equal(workers: Sequence[Any], ids: NDArray[np.uint64] = UNIVERSE) -> 
         assert found == expected
 
 
+LIVES: dict[str, dict[str, Any]] = {
+    "evicts": {"capacity": 8, "num_buckets": 2},
+    "expires": {"expire_after": 2},
+    "counts": {"admission": MinCount(2)},
+    "draws": {"admission": Probability(0.4)},
+    "zeros": {"admission": Probability(0.4), "absent": "zeros"},
+    "uniform": {"initial": Uniform(-2.0, 3.0)},
+    "constant": {"initial": Constant(0.25)},
+    "frozen": {"frozen": range(3, 2**63)},
+    "frozen set": {"frozen": [0, 3, 4, 9, 2**64 - 1]},
+    "counts and evicts": {"admission": MinCount(2), "capacity": 6, "num_buckets": 1},
+}
+
+
 def every_kind(table: Table) -> Features:
-    """Return features of every kind over a table, and over others that share its memory or do not."""
+    """Return features of every kind that tables with, or without, `num_rows` have on a device: over a table, and over
+    others that share its memory or do not."""
     user = replace(table, name="user", dim=table.dim + 3)
     shared = replace(table, name="shared", num_rows=None if table.num_rows is None else table.num_rows * 3 // 4)
-    return Features(
-        {
-            "item": table,
-            "mean": table.bag("mean", weighted=True, padding_id=3),
-            "path": table.sequence(3),
-            "user": user.bag("sqrtn"),
-            "padded": user.sequence(2, keep="first", padding_id=4),
-            "last": user.sequence(2, padding_id=2**63),
-            "shared": shared.bag("sum", padding_id=1),
-        }
-    )
+    kinds: dict[str, Any] = {
+        "item": table,
+        "mean": table.bag("mean", weighted=True, padding_id=3),
+        "path": table.sequence(3),
+        "user": user.bag("sqrtn"),
+        "padded": user.sequence(2, keep="first", padding_id=4),
+        "last": user.sequence(2, padding_id=2**63),
+        "shared": shared.bag("sum", padding_id=1),
+    }
+    if table.num_rows is None:
+        kinds |= {"jagged": table.sequence(padding_id=3), "jagged first": user.sequence(2, keep="first", jagged=True)}
+    return Features(kinds)
 
 
 def take_random_steps(
@@ -157,7 +198,9 @@ def take_random_steps(
             assert_equal(workers, ids)
             continue
         looked += [worker.lookup(bags.inputs(), step=step, oldest_open=oldest) for worker in workers[1:]]
-        assert all(each.block.tobytes() == looked[0].block.tobytes() for each in looked)
+        for each in looked:
+            assert each.block.tobytes() == looked[0].block.tobytes()
+            np.testing.assert_array_equal(each.sequences["path"], looked[0].sequences["path"])
         waiting.append((step, looked))
         while len(waiting) > late:
             at, tickets = waiting.pop(0)
@@ -191,16 +234,17 @@ def three_features(table: Table, padding_id: int | None = None) -> Features:
 def give_gradients_that_are_not_finite(
     workers: Sequence[Any], features: Features, rng: np.random.Generator, ids: NDArray[np.uint64] = UNIVERSE
 ) -> None:
-    """Compare workers after updates with a NaN, an infinity, and a number that the scale makes infinite. features:
-    `three_features`. An update that is refused is made again, with zeros."""
+    """Compare workers after updates with a NaN, an infinity, and a number that the scale or a sum makes infinite.
+    features: `three_features`. An update that is refused is made again, with zeros."""
     for step in range(1, 8):
         bags, messages = draw_bags(rng, features, 6), []
         block = rng.normal(size=(6, 6)).astype(np.float32)
-        block[rng.integers(6), rng.integers(6)] = [np.nan, np.inf, 3e38][step % 3]
+        path = rng.normal(size=(6, 2, 3)).astype(np.float32)
+        block[rng.integers(6), rng.integers(6)] = path[rng.random(path.shape) < 0.2] = [np.nan, np.inf, 3e38][step % 3]
         for worker in workers:
             ticket = worker.lookup(bags.inputs(), step=step).ticket
             try:
-                worker.update([ticket], [block], step=step, scale=2.0)
+                worker.update([ticket], [block], [{"path": path}], step=step, scale=1.0 + step % 2)
             except NonFiniteError as error:
                 messages.append(str(error))
                 assert not ticket.used

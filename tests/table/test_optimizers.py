@@ -96,7 +96,7 @@ ANY: st.SearchStrategy[Any] = st.one_of(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=settings().max_examples // 2)
 @given(ANY, st.integers(1, 20), st.integers(0, 2**32 - 1), st.one_of(st.none(), st.just(0.0), lr))
 def test_random_hyperparameters(optimizer: Any, dim: int, draw: int, other_lr: float | None) -> None:
     store = Store(Table("t", dim=dim, optimizer=optimizer, initial=Normal(std=0.3)), num_threads=1)

@@ -153,7 +153,7 @@ def test_bytes_that_all_servers_read(num: int, servers: Any, counted: dict[int, 
             assert read == total, "each byte once"
 
 
-@settings(max_examples=12)
+@settings(max_examples=settings().max_examples // 10)
 @given(
     before=st.integers(0, 4),
     after=st.integers(0, 6),
@@ -199,7 +199,7 @@ def test_a_capacity_fixes_the_number_of_buckets(tmp_path: Path) -> None:
 draw_owners = st.lists(st.integers(0, 2), min_size=8, max_size=8).map(lambda each: np.array(each, np.uint32))
 
 
-@settings(max_examples=12)
+@settings(max_examples=settings().max_examples // 10)
 @given(
     before=draw_owners,
     after=draw_owners,

@@ -92,7 +92,7 @@ def reopened(table: Table, folders: list[Path]) -> Store:
     return group[table.name]
 
 
-@settings(max_examples=25)
+@settings(max_examples=settings().max_examples // 5)
 @given(table=drawn_tables, seed=st.integers(0, 2**32 - 1), others=st.tuples(st.booleans(), st.booleans()))
 def test_the_same_bits_with_num_rows_and_without(
     table: Table, seed: int, others: tuple[bool, bool], tmp_path_factory: pytest.TempPathFactory

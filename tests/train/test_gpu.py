@@ -41,7 +41,6 @@ def device() -> str:
 test_rows_have_the_bits_of_the_core = of_workers.test_it_has_the_bits_of_the_core
 test_rows_live_as_in_the_core = of_workers.test_rows_live_as_in_the_core
 test_rows_equal_those_of_torch = of_workers.test_it_equals_torch
-test_updates_later_than_other_lookups = of_workers.test_updates_later_than_other_lookups
 test_gradients_that_are_not_finite = of_workers.test_gradients_that_are_not_finite
 test_a_store_reads_rows = of_workers.test_a_store_reads_rows_on_the_device
 test_frames_are_used_again = of_workers.test_memory_grows_with_the_rows_and_frames_are_used_again

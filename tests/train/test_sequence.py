@@ -63,7 +63,7 @@ def score(rows: Tensor, mask: Tensor, head: Tensor) -> Tensor:
 bags = st.lists(st.integers(0, NUM_IDS - 1), max_size=LONGEST)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=settings().max_examples // 3, deadline=None)
 @given(
     batches=st.lists(st.lists(bags, min_size=1, max_size=6), min_size=1, max_size=3),
     max_length=st.integers(1, LONGEST),

@@ -102,7 +102,7 @@ some_features = st.one_of(
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=settings().max_examples // 3)
 @given(
     features=st.lists(some_features, min_size=1, max_size=6),
     batch_size=st.integers(0, 9),

@@ -21,9 +21,9 @@ using Flags = nb::ndarray<bool, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 Table& of_table(Engine& engine, std::size_t t) { return engine.table(checked_table(engine, t)); }
 
-std::unique_ptr<Ticket> lookup(Engine& engine, const Ids& ids, const Offsets& offsets, std::uint64_t step,
-                               std::uint64_t oldest_open, bool train, const FloatsOut& out, bool ticket,
-                               bool first_epoch) {
+std::unique_ptr<Ticket> lookup_ids(Engine& engine, const Ids& ids, const Offsets& offsets, std::uint64_t step,
+                                   std::uint64_t oldest_open, bool train, const FloatsOut& out, bool ticket,
+                                   bool first_epoch) {
     const std::vector<std::int64_t> at = checked_offsets(offsets, engine.num_tables(), ids.size());
     require_size("out", out.size(), engine.out_size(at));
     const LookupStep when = checked_step(step, oldest_open, train, ticket, first_epoch);
@@ -55,8 +55,8 @@ void update(Engine& engine, Ticket& ticket, const FloatsIn& gradients, std::uint
     engine.update(ticket, gradients.data(), static_cast<std::uint32_t>(step), lrs, trainer.value_or(kNoTrainer));
 }
 
-void read(Engine& engine, std::size_t t, const Ids& ids, const FloatsOut& values, const FloatsOut& state,
-          const Flags& present) {
+void read_rows(Engine& engine, std::size_t t, const Ids& ids, const FloatsOut& values, const FloatsOut& state,
+               const Flags& present) {
     Table& table = of_table(engine, t);
     const std::size_t n = ids.size(), dim = table.config().dim, state_dim = table.config().state_dim();
     require_size("values", values.size(), n * dim);
@@ -353,13 +353,13 @@ void bind_engine(nb::module_& m) {
         .def(
             "empty", [](Engine& e, std::size_t rows, std::size_t dim) { return empty_block(e.blocks(), rows, dim); },
             "rows"_a, "dim"_a, "Returns an uninitialised float32 block, 64-byte aligned, recycled when it is freed.")
-        .def("lookup", &lookup, "ids"_a, "offsets"_a, "step"_a, "oldest_open"_a, "train"_a, "out"_a, "ticket"_a,
+        .def("lookup", &lookup_ids, "ids"_a, "offsets"_a, "step"_a, "oldest_open"_a, "train"_a, "out"_a, "ticket"_a,
              "first_epoch"_a = true, WithoutGil())
         .def("num_floats", &num_floats, "offsets"_a, "num_ids"_a, "The number of floats in the rows of so many ids.")
         .def("prepare", &prepare, "ids"_a, "offsets"_a, WithoutGil())
         .def("update", &update, "ticket"_a, "gradients"_a, "step"_a, "lrs"_a, "trainer"_a = nb::none(), WithoutGil(),
              "With a trainer: skips buckets that have already applied its update of this step.")
-        .def("read", &read, "table"_a, "ids"_a, "values"_a, "state"_a, "present"_a, WithoutGil())
+        .def("read", &read_rows, "table"_a, "ids"_a, "values"_a, "state"_a, "present"_a, WithoutGil())
         .def(
             "lr", [](Engine& e, std::size_t t) { return of_table(e, t).lr(); }, "table"_a)
         .def(

@@ -10,8 +10,7 @@ namespace satrap {
 namespace {
 
 using FramesOut = nb::ndarray<std::int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Places = nb::ndarray<const std::int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Stamps = nb::ndarray<const std::uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using PlacesIn = nb::ndarray<const std::int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using BytesOut = nb::ndarray<nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 std::size_t checked_pool(const Engine& engine, std::size_t p) {
@@ -67,7 +66,7 @@ nb::dict lookup_id_frames(Engine& engine, const Ids& ids, const Offsets& offsets
     return out;
 }
 
-nb::dict update_id_frames(Engine& engine, const Ids& ids, const Offsets& offsets, const Places& places,
+nb::dict update_id_frames(Engine& engine, const Ids& ids, const Offsets& offsets, const PlacesIn& places,
                           std::uint64_t step, bool filter) {
     require_step("step", step);
     const std::vector<std::int64_t> of_tables = checked_offsets(offsets, engine.num_tables(), ids.size());
@@ -116,7 +115,7 @@ nb::dict order_frames(Engine& engine, Ticket& ticket) {
     return dict_of(without_gil([&] { return engine.order_frames(ticket); }));
 }
 
-nb::dict order_id_frames(Engine& engine, Ticket& ticket, const Places& places) {
+nb::dict order_id_frames(Engine& engine, Ticket& ticket, const PlacesIn& places) {
     if (ticket.bags != nullptr) refuse("the ticket is one of a batch");
     require_size("places", places.size(), ticket.size);
     return dict_of(without_gil([&] { return engine.order_id_frames(ticket, places.data()); }));
@@ -161,7 +160,7 @@ nb::object read_frames(Engine& engine, std::size_t t, const Ids& ids) {
     return moved<std::int32_t>(std::move(frames));
 }
 
-nb::object import_frames(Engine& engine, std::size_t t, const Ids& ids, const Stamps& steps) {
+nb::object import_frames(Engine& engine, std::size_t t, const Ids& ids, const Words& steps) {
     checked_device_table(engine, t);
     require_size("step", steps.size(), ids.size());
     return moved<std::int32_t>(engine.import_frames(t, {ids.data(), ids.size()}, steps.data()));

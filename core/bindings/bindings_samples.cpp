@@ -17,10 +17,9 @@ namespace satrap {
 namespace {
 
 using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Rows = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Bag = std::tuple<Ids, std::optional<Offsets>, std::optional<Floats>>;
 
-void require_size(const std::string& what, std::size_t found, std::size_t expected) {
+void require_count(const std::string& what, std::size_t found, std::size_t expected) {
     if (found != expected) refuse(what + " are " + std::to_string(found) + ", expected " + std::to_string(expected));
 }
 
@@ -28,17 +27,17 @@ void check_sizes(std::size_t f, const Bag& bag, std::size_t n) {
     const auto& [values, offsets, weights] = bag;
     const std::string feature = "feature " + std::to_string(f);
     if (offsets)
-        require_size(feature + ": offsets", offsets->size(), n + 1);
+        require_count(feature + ": offsets", offsets->size(), n + 1);
     else
-        require_size(feature + " has no offsets and its ids", values.size(), n);
-    if (weights) require_size(feature + ": weights", weights->size(), values.size());
+        require_count(feature + " has no offsets and its ids", values.size(), n);
+    if (weights) require_count(feature + ": weights", weights->size(), values.size());
 }
 
-std::shared_ptr<Samples> make_samples(std::size_t n, const std::vector<Bag>& ids, const std::optional<Rows>& dense,
-                                      const std::optional<Rows>& label) {
+std::shared_ptr<Samples> make_samples(std::size_t n, const std::vector<Bag>& ids, const std::optional<Matrix>& dense,
+                                      const std::optional<Matrix>& label) {
     for (std::size_t f = 0; f < ids.size(); ++f) check_sizes(f, ids[f], n);
-    if (dense) require_size("rows of dense", dense->shape(0), n);
-    if (label) require_size("rows of label", label->shape(0), n);
+    if (dense) require_count("rows of dense", dense->shape(0), n);
+    if (label) require_count("rows of label", label->shape(0), n);
     std::size_t wrong = ids.size();
     std::shared_ptr<Samples> samples;
     {
@@ -75,7 +74,7 @@ Array<std::int64_t> count_ids_of(const Samples& samples, std::size_t feature, st
 
 using GivenPart = std::tuple<std::shared_ptr<Samples>, std::size_t, std::size_t>;
 
-std::vector<BlockRange> checked_parts(const std::vector<GivenPart>& given, const std::vector<std::int64_t>& order) {
+std::vector<BlockRange> checked_ranges(const std::vector<GivenPart>& given, const std::vector<std::int64_t>& order) {
     if (given.empty()) refuse("no parts were given; expected at least one");
     std::vector<BlockRange> parts;
     std::size_t total = 0;
@@ -93,9 +92,9 @@ std::vector<BlockRange> checked_parts(const std::vector<GivenPart>& given, const
     return parts;
 }
 
-nb::tuple gather(const std::vector<GivenPart>& given, const Offsets& given_order) {
+nb::tuple gather_batch(const std::vector<GivenPart>& given, const Offsets& given_order) {
     const std::vector<std::int64_t> order(given_order.data(), given_order.data() + given_order.size());
-    const std::vector<BlockRange> parts = checked_parts(given, order);
+    const std::vector<BlockRange> parts = checked_ranges(given, order);
     const Samples& shape = *parts[0].samples;
     const std::size_t n = order.size(), num_dense = shape.num_dense, num_labels = shape.num_labels;
     std::unique_ptr<std::uint64_t[]> values;
@@ -305,7 +304,7 @@ void bind_samples(nb::module_& m) {
         .def("__len__", [](const Samples& samples) { return samples.n; })
         .def("count_ids", &count_ids_of, "feature"_a, "padding"_a.none(),
              "How many ids of the feature with this number each sample has, without those that are `padding`.");
-    m.def("gather", &gather, "parts"_a, "order"_a,
+    m.def("gather", &gather_batch, "parts"_a, "order"_a,
           nb::sig("def gather(parts: collections.abc.Sequence[tuple[Samples, int, int]], order: NDArray[numpy.int64]) "
                   "-> tuple[NDArray[numpy.uint64], NDArray[numpy.int64] | None, NDArray[numpy.float32] | None, "
                   "NDArray[numpy.float32] | None, NDArray[numpy.float32] | None]"),

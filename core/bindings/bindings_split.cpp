@@ -32,9 +32,10 @@ std::vector<std::uint32_t> checked_owners(const Split& split, const Words& owner
     return of_buckets;
 }
 
-std::unique_ptr<SplitTicket> lookup(Split& split, const Ids& values, const std::optional<Offsets>& offsets,
-                                    const std::optional<FloatsIn>& weights, std::size_t batch_size, const Words& owners,
-                                    std::uint32_t num_servers, bool with_indexes, const std::shared_ptr<Bags>& others) {
+std::unique_ptr<SplitTicket> lookup_batch(Split& split, const Ids& values, const std::optional<Offsets>& offsets,
+                                          const std::optional<FloatsIn>& weights, std::size_t batch_size,
+                                          const Words& owners, std::uint32_t num_servers, bool with_indexes,
+                                          const std::shared_ptr<Bags>& others) {
     const Bags& bags = others == nullptr ? split.bags() : *others;
     if (bags.engine != split.bags().engine) refuse("these bags describe the tables of another split");
     const BagInputs inputs = checked_inputs(bags, values, offsets, weights, batch_size);
@@ -147,7 +148,7 @@ template <typename Class> void bind_layout(nb::class_<Class>& bound) {
 
 void bind_lookup(nb::class_<Split>& split) {
     split
-        .def("lookup", &lookup, "values"_a, "offsets"_a.none(), "weights"_a.none(), "batch_size"_a, "owners"_a,
+        .def("lookup", &lookup_batch, "values"_a, "offsets"_a.none(), "weights"_a.none(), "batch_size"_a, "owners"_a,
              "num_servers"_a, "with_indexes"_a = false, "bags"_a.none() = nb::none(), WithoutGil())
         .def(
             "bags",

@@ -364,3 +364,112 @@ struct alignas(64) B {
 int g() { return 1; }
 """
     assert list(cpp_functions(source)) == [(5, 5), (10, 4), (17, 1)]
+
+
+def cpp_names(text: str) -> Iterator[tuple[str, bool]]:
+    """Returns (name, whether it is defined there) of what C++ code declares outside of functions and types.
+
+    Like `cpp_functions` it relies on the shape that clang-format gives. It sees functions, types, aliases and
+    variables; no operators, no members that are defined outside of their class, and nothing that macros make.
+    """
+    text = re.sub(r"^(inline )?namespace( [\w:]+)? \{", "", NOT_CODE.sub("", text), flags=re.MULTILINE)
+    statement, depth = "", 0
+    for char in text:
+        if char == "}" and depth == 0:  # of a namespace
+            statement = ""
+            continue
+        depth -= char == "}"
+        if depth == 0:
+            statement += char
+        depth += char == "{"
+        of_function = char == "}" and re.search(r"\)[^={]*\{\}$", statement)
+        if depth == 0 and (char == ";" or of_function):
+            yield from names_of(statement)
+            statement = ""
+
+
+def names_of(statement: str) -> Iterator[tuple[str, bool]]:
+    """Returns the same for one statement, whose braces are empty."""
+    outer = re.sub(r"\[\[.*?\]\]|\b\w+\(\w+\) (?=\w+ \{)", "", statement)  # attributes and alignas
+    while re.search(r"<[^<>]*>", outer):
+        outer = re.sub(r"<[^<>]*>", "", outer)
+    outer = re.sub(r"^\s*(template\s+)?", "", outer)
+    if declared := re.match(r"(?:struct|class|union|enum(?: class)?) (\w+)", outer):
+        yield declared[1], "{" in outer
+    elif declared := re.match(r"using (\w+) =", outer):
+        yield declared[1], True
+    elif re.match(r"(using|static_assert|extern|namespace)\b", outer) or "operator" in outer:
+        return
+    elif declared := re.match(r"[^=(]*?([\w:~]+)\(", outer):
+        if "::" not in declared[1]:
+            yield declared[1], outer.endswith("}")
+    else:
+        yield from ((name, True) for name in re.findall(r"(\w+)(?:\[\w*\])?(?: =[^,;]*|\{\})?(?=[,;])", outer))
+
+
+def clashing_names(texts: dict[str, str]) -> list[str]:
+    """Returns the names that a file of core/bindings defines though another one, or a header of the core, has them.
+
+    texts: of the files, by their paths. CMake compiles several of these files as one, in which a call may choose a
+    function of any file before it: silently, if both have a function of that name.
+    """
+    owners: dict[str, list[str]] = {}
+    for path, text in sorted(texts.items()):
+        of_bindings = "/bindings/" in path
+        for name in {name for name, defined in cpp_names(text) if defined or not of_bindings}:
+            owners.setdefault(name, []).append(path)
+    return [
+        f"{name} is in {', '.join(paths)}; give it a name that says what differs"
+        for name, paths in sorted(owners.items())
+        if len(paths) > 1 and any("/bindings/" in path for path in paths)
+    ]
+
+
+def test_no_two_files_of_the_bindings_define_one_name() -> None:
+    code = [path for path in core_files if "tests" not in path.parts]
+    read = [path for path in code if path.suffix == ".hpp" or path.parent.name == "bindings"]
+    assert clashing_names({relative(path): path.read_text() for path in read}) == []
+
+
+def test_names_of_the_core_are_seen() -> None:
+    source = """namespace a {
+namespace b = c;
+using c::f1;
+using Alias = std::vector<std::pair<int, B>>;
+template <typename T> using Other = T;
+constexpr std::size_t kOne = 1, kTwo = f2(1, 2);
+constexpr const char* kNames[] = {"{", "}"};
+struct Declared;
+struct alignas(64) Type {
+    int member() { return 1; }
+};
+enum class Kind : unsigned { first = 1, second };
+namespace {
+[[noreturn]] inline void refuse(const std::string& message = "") { throw Type(message); }
+template <typename T = int, std::size_t Rank = 1>
+Array<T, Rank> as_array(std::unique_ptr<T[]> memory, const std::array<int, Rank>& shape) {
+    if (shape) {
+        return {f3(memory)};
+    }
+}
+void Type::member_of(int x) : x_{1} { f4(x); }
+bool operator==(const Type& x, const Type& y) { return true; }
+} // namespace
+int declared(int x);
+static_assert(sizeof(Type) == 64);
+Type object{1}, *pointer;
+} // namespace a
+"""
+    assert list(cpp_names(source)) == [
+        *[(name, True) for name in ("Alias", "Other", "kOne", "kTwo", "kNames")],
+        *[("Declared", False), ("Type", True), ("Kind", True), ("refuse", True), ("as_array", True)],
+        *[("declared", False), ("object", True), ("pointer", True)],
+    ]
+
+
+def test_clashing_names_of_the_bindings_are_seen() -> None:
+    header = {"core/bindings/shared.hpp": "void bind(int x);\ninline void require(const char* x) {}\n"}
+    texts = header | {"core/bindings/a.cpp": "void bind(int x) {}\nvoid f(int x) {}\n", "core/ids/a.hpp": "void g();\n"}
+    assert clashing_names(texts) == []
+    for other in ("void require(std::string x) {\n}\n", "constexpr int f = 1;\n", "struct g {};\n"):
+        assert len(clashing_names(texts | {"core/bindings/b.cpp": f"namespace {{\n{other}}}\n"})) == 1

@@ -67,7 +67,7 @@ def main() -> None:
             if run is not None:
                 run.save(every_steps=100)
         if run is not None:
-            run.save()
+            run.save(every_steps=1)  # no effect if the last step is already saved
         embeddings.eval()
         model.eval()
         test = data.replace(path=FOLDER / "adult.test.gz", shuffle=False, epochs=1)

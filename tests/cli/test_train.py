@@ -132,6 +132,15 @@ def test_training_stops_when_validation_gets_worse(tmp_path: Path) -> None:
     (_, _, dcn_loss, dcn_steps, _), _ = METRICS.findall(output)
     assert int(dcn_steps) < 10 * 25 and float(dcn_loss) < 0.72, output
 
+    saved = sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "run").rglob("*.safetensors"))
+    again = run(tmp_path, sys.executable, "run/train.py")
+    assert METRICS.findall(again) == METRICS.findall(output) and again.count("had finished; to train it longer") == 2
+    assert saved == sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "run").rglob("*.safetensors"))
+    record = (tmp_path / "run/records/trainer-0.jsonl").read_text()
+    assert '"steps"' in record and '"steps"' not in record.rpartition('"start"')[2], "no step was trained again"
+    (tmp_path / "run/finished").unlink()
+    assert run(tmp_path, sys.executable, "run/train.py").count("had finished") == 1
+
 
 def parts_of(script: Path, read: pa.Table) -> list[set[int]]:
     """Return the rows that a script trains, validates and tests on, by the column `number`."""

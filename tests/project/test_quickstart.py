@@ -24,15 +24,19 @@ OTHERS = ("duckdb", "hypothesis", "mypy", "onnx", "pandas", "polars", "pytest", 
 
 def test_the_adult_example_reaches_its_auc_with_the_packages_of_the_demo_alone(tmp_path: Path) -> None:
     script = ROOT / "examples/adult.py"
-    arguments = [str(script), "--epochs", "1", "--record", str(tmp_path)]
+    arguments = [str(script), "--epochs", "1", "--record", str(tmp_path), "--run", str(tmp_path / "run")]
     hide = f"import runpy, sys; sys.modules.update(dict.fromkeys({OTHERS})); sys.argv = "
-    trained = python(f"{hide}{arguments}; runpy.run_path({str(script)!r}, run_name='__main__')")
+    training = f"{hide}{arguments}; runpy.run_path({str(script)!r}, run_name='__main__')"
+    trained = python(training)
     auc = float(trained.split()[-1])
     assert auc > 0.89
     reported = python(f"{hide}['satrap', 'report', {str(tmp_path)!r}]; from satrap.cli.main import main; main()")
     assert reported.startswith(f"report: {tmp_path / 'report.html'} (")
     page = (tmp_path / "report.html").read_text()
     assert "Training ended." in page and "Validation: AUC" in page and f"<td>{auc:.4f}" in page
+    saved = sorted(tmp_path.glob("run/*"))
+    assert python(training).endswith(trained.splitlines()[-1] + "\n"), "a run that had finished is tested again"
+    assert sorted(tmp_path.glob("run/*")) == saved, "no step is saved twice"
 
 
 @pytest.mark.cluster

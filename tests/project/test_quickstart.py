@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -73,6 +74,28 @@ def test_make_demo_installs_what_training_needs_and_says_what_to_try_next() -> N
     assert listed == {"train >.venv/.train.txt"}
     assert any(line.endswith("satrap report build/demo") for line in lines)
     assert "satrap run examples/adult.py --servers 2 --trainers 2" in lines[-1]
+
+
+def test_make_demo_uses_what_is_installed_unless_a_source_is_newer(tmp_path: Path) -> None:
+    packages = tmp_path / ".venv/lib/python3/site-packages"
+    for name in ("CMakeLists.txt", "constraints.txt", "pyproject.toml", "core/base/hash.hpp", "src/satrap/errors.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    for name in ("obstore", "zmq", "satrap"):
+        (packages / name).mkdir(parents=True)
+    (packages / "obstore/__init__.py").touch()
+    shutil.copy(ROOT / "Makefile", tmp_path)
+
+    def lines() -> str:
+        command = ["make", "--dry-run", "demo"]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+
+    assert "build_editable" in lines(), "nothing is installed"
+    installed = packages / "satrap/__init__.py"
+    installed.touch()
+    assert "build_editable" not in lines() and "install" not in lines() and "adult.py" in lines()
+    os.utime(tmp_path / "src/satrap/errors.py", ns=(0, installed.stat().st_mtime_ns + 10**9))
+    assert "build_editable" in lines(), "a source is newer"
 
 
 def test_a_checkout_may_have_a_blank_in_its_path() -> None:

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from satrap.config.location import local_path
 from satrap.config.optional_deps import pyarrow_for
-from satrap.config.validation import check_integer
+from satrap.config.validation import KnownArguments, check_integer
 from satrap.errors import ConfigError
 from satrap.monitor.metrics import Evaluation
 
@@ -67,7 +67,7 @@ class BestMetrics(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Clicks:
+class Clicks(KnownArguments):
     """A set of samples. Reading it draws them, always the same ones."""
 
     num_samples: int

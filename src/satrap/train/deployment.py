@@ -11,7 +11,7 @@ from os import PathLike
 from typing import Any, Literal, Self
 
 from satrap.config.location import local_path
-from satrap.config.validation import check_choice, check_flag, set_field
+from satrap.config.validation import KnownArguments, check_choice, check_flag, set_field
 from satrap.errors import ConfigError
 from satrap.hidden_names import internal
 from satrap.run_context import current_context
@@ -21,7 +21,7 @@ _FILES = {"keys": " in it: client.key, which `satrap keys` wrote", "shared": " t
 
 @internal("in_context")
 @dataclass(frozen=True, slots=True)
-class Deployment:
+class Deployment(KnownArguments):
     """Where the rows of an `Embeddings` are, and how to reach them. The default is this process; with several trainers,
     the processes of all of them; under `satrap run`, the run's servers and workers."""
 

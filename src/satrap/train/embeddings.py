@@ -17,7 +17,7 @@ from torch import Tensor
 
 from satrap.config.features import Feature, Features
 from satrap.config.tables import Table, require_frozen_ids
-from satrap.config.validation import check_choice, check_integer, kind_of, suggest
+from satrap.config.validation import check_choice, check_integer, kind_of, require_known
 from satrap.data.inputs import Inputs
 from satrap.device.home_memory import DTYPES
 from satrap.device.torch_device import resolve_device
@@ -368,8 +368,8 @@ def _require_no_converted(dense: torch.optim.Optimizer) -> None:
 
 def _refuse(unknown: Mapping[str, Any]) -> None:
     """Raise TypeError if there are arguments that `Embeddings` does not have."""
-    moved = {option.name for option in fields(Deployment)}
-    known = list(Embeddings.__init__.__kwdefaults__ or {})
-    for name in unknown:
-        hint = f"write deployment=satrap.Deployment({name}=...)" if name in moved else suggest(name, known)
-        raise TypeError(f"Embeddings got an unexpected keyword argument {name!r}: {hint}")
+    for name in (option.name for option in fields(Deployment) if option.name in unknown):
+        raise TypeError(
+            f"Embeddings got an unexpected keyword argument {name!r}: write deployment=satrap.Deployment({name}=...)"
+        )
+    require_known("Embeddings", unknown, Embeddings.__init__.__kwdefaults__ or {})

@@ -21,7 +21,7 @@ from satrap.config.validation import check_choice, check_integer, kind_of, requi
 from satrap.data.inputs import Inputs
 from satrap.device.home_memory import DTYPES
 from satrap.device.torch_device import resolve_device
-from satrap.errors import ConfigError
+from satrap.errors import ConfigError, SourceError
 from satrap.hidden_names import internal
 from satrap.monitor.report import Counters
 from satrap.table.table_group import TableGroup
@@ -212,9 +212,12 @@ class Embeddings(torch.nn.Module):
             raise ConfigError(f"device is {str(target)!r}; expected {str(self.worker.device)!r}, where the rows are")
         if overlap is None:
             overlap = target.type != "cpu" or self._overlaps() or self.worker.can_read(data)
-        return (
-            session.train_on(data, target, accumulate, overlap) if train else session.evaluate_on(data, target, overlap)
-        )
+        try:
+            if train:
+                return session.train_on(data, target, accumulate, overlap)
+            return session.evaluate_on(data, target, overlap)
+        except SourceError as error:
+            raise error.with_traceback(None)  # it leads through readers; the message says where
 
     def prefetch(
         self, loader: Iterable[Any], ids: IdsOf, *, accumulate: int = 1, overlap: bool | None = None

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import inspect
 import json
+import pydoc
+import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, is_dataclass
 from typing import Any
@@ -119,6 +122,16 @@ def test_declarations_say_which_argument_is_near_an_unknown_one(cls: type) -> No
             cls(**{f"{name}s": 1})
     with pytest.raises(TypeError, match=f"{refused} 'xyzzy': known are"):
         cls(xyzzy=1)
+
+
+@pytest.mark.parametrize("cls", [cls for cls in (*DECLARATIONS, Clicks) if cls.__name__ != "Position"])
+def test_help_describes_every_argument_of_a_declaration_once(cls: type) -> None:
+    page = pydoc.render_doc(cls, renderer=pydoc.plaintext)
+    described = Counter(
+        name for names in re.findall(r"^ \|  (\w+(?:, \w+)*): ", page, re.MULTILINE) for name in names.split(", ")
+    )
+    assert {described[name] for name in inspect.signature(cls).parameters} <= {1}
+    assert len(max(page.splitlines(), key=len)) < 3000 and "NestedSequence" not in page
 
 
 def test_nested_mappings_become_flat() -> None:

@@ -217,7 +217,8 @@ class Embeddings(torch.nn.Module):
                 return session.train_on(data, target, accumulate, overlap)
             return session.evaluate_on(data, target, overlap)
         except SourceError as error:
-            raise error.with_traceback(None)  # it leads through readers; the message says where
+            error.__traceback__ = None  # leads through readers; the message says where in the data
+            raise
 
     def prefetch(
         self, loader: Iterable[Any], ids: IdsOf, *, accumulate: int = 1, overlap: bool | None = None

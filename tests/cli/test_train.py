@@ -26,7 +26,7 @@ from waiting import DEADLINE_SECONDS
 
 FORMATS = ("parquet", "arrow", "csv", "tsv", "csv.gz", "txt")
 METRICS = re.compile(
-    r"^(DCN|logistic regression): AUC ([\d.]+), log loss ([\d.]+); (\d+) steps, (\d+) rows$", re.MULTILINE
+    r"^(DCN|logistic regression): AUC ([\d.]+), log loss ([\d.]+); ([\d,]+) steps, ([\d,]+) rows$", re.MULTILINE
 )
 
 
@@ -423,3 +423,11 @@ def test_a_script_that_fails_is_an_error(tmp_path: Path, capfd: pytest.CaptureFi
     assert main(["train", str(tmp_path / "clicks.csv"), "--test", str(tmp_path / "test.csv"), "--out", str(out)]) == 1
     error = capfd.readouterr().err
     assert "column 'click' holds '3'; expected 0 or 1" in error and "train.py ended with status 1" in error
+
+
+def test_the_guide_has_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    guide = (Path(__file__).parents[2] / "docs/training.md").read_text().partition("\n## Declare tables")[0]
+    options = set(re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE))
+    assert len(options) > 10 and options <= set(re.findall(r"--[a-z-]+", guide))

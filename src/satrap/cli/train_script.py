@@ -369,7 +369,7 @@ _FIT = '''def fit(name, net, embeddings, lr, folder):
     result = satrap.evaluate(net, embeddings.stream(test))
     metrics = f"AUC {{result.auc():.4f}}, log loss {{result.log_loss():.4f}}"
     rows = sum(map(len, embeddings.tables.values()))
-    print(f"{{name}}: {{metrics}}; {{embeddings.step}} steps, {{rows}} rows")
+    print(f"{{name}}: {{metrics}}; {{embeddings.step:,}} steps, {{rows:,}} rows")
     return validation.best
 
 

@@ -107,10 +107,10 @@ def test_the_nearest_known_name_or_all_of_them() -> None:
     assert suggest("x", ["user", "item"]) == "known are 'user', 'item'"
 
 
-DECLARATIONS = [
-    value
+DECLARATIONS: list[type] = [
+    getattr(satrap, name)
     for name in satrap.__all__
-    if is_dataclass(value := getattr(satrap, name)) and name not in ("Counters", "Inputs", "Report")
+    if is_dataclass(getattr(satrap, name)) and name not in ("Counters", "Inputs", "Report")
 ]
 
 
@@ -126,7 +126,7 @@ def test_declarations_say_which_argument_is_near_an_unknown_one(cls: type) -> No
 
 @pytest.mark.parametrize("cls", [cls for cls in (*DECLARATIONS, Clicks) if cls.__name__ != "Position"])
 def test_help_describes_every_argument_of_a_declaration_once(cls: type) -> None:
-    page = pydoc.render_doc(cls, renderer=pydoc.plaintext)
+    page = pydoc.plain(pydoc.render_doc(cls))
     described = Counter(
         name for names in re.findall(r"^ \|  (\w+(?:, \w+)*): ", page, re.MULTILINE) for name in names.split(", ")
     )

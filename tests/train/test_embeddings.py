@@ -320,7 +320,7 @@ def test_a_traceback_of_wrong_data_has_no_readers(overlap: bool, tmp_path: Path)
     path = tmp_path / "a.csv"
     path.write_text("user,price,label\n1,2,0\n1,x,1\n")
     embeddings = Embeddings({"user": satrap.Table("user", dim=2)})
-    embeddings.tables["user"].lookup([1])
+    embeddings.tables["user"].write([1], np.zeros((1, 2), np.float32))
     for dense, message in (("prise", "has no column 'prise'"), ("price", "line 3: column 'price' holds 'x'")):
         with pytest.raises(satrap.SourceError, match=message) as caught:
             list(embeddings.stream(satrap.CSV(path, dense=dense, label="label"), train=False, overlap=overlap))

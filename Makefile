@@ -19,7 +19,7 @@ export CTEST_PARALLEL_LEVEL = $(JOBS)
 # Where it is set, as in many images, every process compiles again what it imports: for torch two seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup test core-test python-test fast-test public-models check bench demo docs wheel gpu gpu-wheels format stub reference clean
+.PHONY: setup test core-test python-test fast-test public-models check bench demo .demo-setup docs wheel gpu gpu-wheels format stub reference clean
 .DEFAULT_GOAL := setup
 
 # Compiling and installing packages beside each other: neither keeps two cores busy all the time.
@@ -114,9 +114,11 @@ bench: setup
 	$(bin)/python -m benchmarks.store
 
 # A DLRM on the Adult census data, in one process, with what training needs and nothing else; then the report of that run.
-demo: .venv/.tools
-	@$(MAKE) --no-print-directory -j2 .venv/.compiled .venv/.train
-	@$(MAKE) --no-print-directory .venv/.built
+# What `pip install '.[train]'` has put into .venv is used, unless a source is newer.
+packages := .venv/lib/*/site-packages
+installed := $(and $(wildcard $(packages)/obstore/__init__.py),$(wildcard $(packages)/satrap/__init__.py))
+sources := CMakeLists.txt $(core_files) $(shell find src -name '*.py')
+demo: $(if $(and $(installed),$(if $(shell find $(sources) -newer $(installed)),,current)),,.demo-setup)
 	rm -rf build/demo
 	$(bin)/python examples/adult.py --record build/demo
 	@echo
@@ -124,7 +126,11 @@ demo: .venv/.tools
 	@echo
 	@echo "Shown: examples/adult.py read 32,561 people's answers from a .gz file and trained a DLRM for three epochs; the AUC is"
 	@echo "that of 16,281 others. The report above is a page for any browser. Next, the same script on two servers with two trainers:"
-	@echo "    $(bin)/pip install pyzmq && $(bin)/satrap run examples/adult.py --servers 2 --trainers 2"
+	@echo "    $(if $(wildcard $(packages)/zmq),,$(bin)/pip install pyzmq && )$(bin)/satrap run examples/adult.py --servers 2 --trainers 2"
+
+.demo-setup: .venv/.tools
+	@$(MAKE) --no-print-directory -j2 .venv/.compiled .venv/.train
+	@$(MAKE) --no-print-directory .venv/.built
 
 # dist/: the sdist, and a manylinux wheel for $(PYTHON) that was built from it and tested without a compiler.
 wheel:

@@ -132,13 +132,15 @@ def members_of(cls: type) -> Iterator[Member]:
     """Yield what one class declares: fields, attributes that `__init__` assigns, properties and methods."""
     node = class_tree(cls)
     has_fields = is_dataclass(cls) or hasattr(cls, "_fields")
+    names = {ast.unparse(statement.target) for statement in node.body if isinstance(statement, ast.AnnAssign)}
+    _, of_fields = split_arguments(ast.get_docstring(node) or "", names)
     for statement, after in _with_next(node.body):
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
             default = None if statement.value is None else _default(statement.value)
             yield Member(
                 statement.target.id,
                 cls,
-                _string(after),
+                _string(after) or of_fields.get(statement.target.id, ""),
                 shown_type(statement.annotation),
                 default if has_fields else None,
                 is_field=has_fields,

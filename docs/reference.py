@@ -267,9 +267,7 @@ def _class(cls: type) -> list[str]:
         lines += _code(_signature(init, cls.__name__, hidden_of(cls)))
     of_module = (ast.get_docstring(module_tree(cls.__module__)) or "").partition("\n\n")[0].replace("\n", " ")
     text = (ast.get_docstring(class_tree(cls)) or "").replace("See the file's docstring.", of_module)
-    text, of_fields = split_arguments(text, set(described.members))
-    for name, words in of_fields.items():
-        described.members[name].text = words
+    text, _ = split_arguments(text, set(described.members))
     lines += [_with_code(text), ""] if text else []
     if cls.__name__ in RETURNED:
         lines += [RETURNED[cls.__name__], ""]

@@ -53,7 +53,7 @@ def main() -> None:
     optimizer = embeddings.optimizer(torch.optim.Adam(model.parameters(), lr=1e-3))
     run = satrap.Checkpoint(args.run, model, optimizer, embeddings, data) if args.run else None
     if run is not None and run.resume():
-        print(f"continues after step {embeddings.step}")
+        print(f"continues after step {embeddings.step:,}")
 
     sinks = [satrap.Screen()] if trainers.rank == 0 else []
     with satrap.Progress(embeddings, sinks=sinks, record=args.record, settings=vars(args)) as progress:
@@ -67,7 +67,7 @@ def main() -> None:
             if run is not None:
                 run.save(every_steps=100)
         if run is not None:
-            run.save()
+            run.save(every_steps=1)  # no effect if the last step is already saved
         embeddings.eval()
         model.eval()
         test = data.replace(path=FOLDER / "adult.test.gz", shuffle=False, epochs=1)
@@ -75,7 +75,8 @@ def main() -> None:
         auc = satrap.auc(model, embeddings.stream(test))  # every trainer tests on the whole file
         progress.report_evaluation(embeddings.step, {"AUC": auc}, seconds=time.monotonic() - start)
     if trainers.rank == 0:
-        print(f"{embeddings.step} steps, {sum(map(len, embeddings.tables.values()))} rows; test AUC {auc:.4f}")
+        rows = sum(map(len, embeddings.tables.values()))
+        print(f"{embeddings.step:,} steps, {rows:,} rows; test AUC {auc:.4f}")
 
 
 if __name__ == "__main__":

@@ -96,7 +96,7 @@ def main() -> None:
     if trainers.rank == 0:
         print(f"batches of {settings.batch_size} samples, bottom {settings.bottom}, top {settings.top}")
     if run is not None and run.resume() and trainers.rank == 0:
-        print(f"continues after step {embeddings.step}")
+        print(f"continues after step {embeddings.step:,}")
 
     with satrap.Progress(embeddings, sinks=None if trainers.rank == 0 else [], window=1 << 20) as progress:
         for batch in embeddings.stream(data, device=args.device):

@@ -263,7 +263,7 @@ def main() -> None:
     is_first = embeddings.trainers.rank == 0
     run = satrap.Checkpoint(args.run, model, optimizer, embeddings, recipe.train, full_every=10) if args.run else None
     if run is not None and run.resume() and is_first:
-        print(f"continues after step {embeddings.step}", flush=True)
+        print(f"continues after step {embeddings.step:,}", flush=True)
 
     ends = np.cumsum([recipe.steps(window) for window in range(args.windows - 1)]).tolist()
     for batch in embeddings.stream(recipe.train):

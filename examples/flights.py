@@ -42,7 +42,7 @@ def main() -> None:
     embeddings.eval()
     model.eval()
     auc = satrap.auc(model, embeddings.stream(source(test_on)))
-    print(f"{len(train_on)} flights, tested on {len(test_on)} of days 10, 20 and 30; test AUC {auc:.4f}")
+    print(f"{len(train_on):,} flights, tested on {len(test_on):,} of days 10, 20 and 30; test AUC {auc:.4f}")
 
 
 def train(

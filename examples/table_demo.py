@@ -41,9 +41,9 @@ def accuracy() -> float:
     return float(((scores > 0) == (likes > 0)).mean())
 
 
-print(f"before: {accuracy():.1%} of all pairs right, {len(users)} users, {len(items)} items")
+print(f"before: {accuracy():.1%} of all pairs right, {len(users):,} users, {len(items):,} items")
 train(STEPS)
-print(f"after {STEPS} batches: {accuracy():.1%}, {len(users)} users (the capacity), {len(items)} items")
+print(f"after {STEPS} batches: {accuracy():.1%}, {len(users):,} users (the capacity), {len(items):,} items")
 with tempfile.TemporaryDirectory() as folder:
     version = items.save(Path(folder, "items"))
     replica = Store.load(Path(folder, "items"))

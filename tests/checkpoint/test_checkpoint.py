@@ -3,6 +3,7 @@ fit is refused."""
 
 import json
 import random
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,14 @@ import pytest
 import torch
 
 from checkpoint_job import NUM_IDS, Job, Source, names, run_killed, same, uninterrupted
-from logged import logged
+from logged import logged, received
 from loop import batches, job, loss_of
 from satrap import Checkpoint, IterableSource
 from satrap.checkpoint.state_dict_file import FrozenState, read_state
 from satrap.config.durable import checksum
 from satrap.errors import CheckpointError, SatrapError, SnapshotError, StreamError
 from satrap.storage.local_folder import LocalFolder
+from satrap.train.embeddings import session_of
 
 pytestmark = pytest.mark.draw(8)
 
@@ -331,3 +333,15 @@ def test_random_states_are_resumed(tmp_path: Path) -> None:
     assert random.random() == expected[0]
     assert torch.equal(torch.rand(3), expected[1])
     np.testing.assert_array_equal(np.random.rand(3), expected[2])  # noqa: NPY002
+
+
+def test_steps_above_a_thousand_have_separators_as_in_the_bar_beside_these_lines(tmp_path: Path) -> None:
+    embeddings, model, optimizer = job()
+    run = Checkpoint(tmp_path / "run", model, optimizer, embeddings)
+    session_of(embeddings).resume_at(1032, None, None)
+    with received("satrap") as records:
+        run.save()
+        assert run.resume()
+    shown = "\n".join(record.getMessage() for record in records)
+    assert re.search(r"^save of step 1,032 into .* done", shown, re.M) and "continues after step 1,032, from" in shown
+    assert "step 1032 " not in shown

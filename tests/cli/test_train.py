@@ -26,7 +26,7 @@ from waiting import DEADLINE_SECONDS
 
 FORMATS = ("parquet", "arrow", "csv", "tsv", "csv.gz", "txt")
 METRICS = re.compile(
-    r"^(DCN|logistic regression): AUC ([\d.]+), log loss ([\d.]+); (\d+) steps, (\d+) rows$", re.MULTILINE
+    r"^(DCN|logistic regression): AUC ([\d.]+), log loss ([\d.]+); ([\d,]+) steps, ([\d,]+) rows$", re.MULTILINE
 )
 
 
@@ -131,6 +131,15 @@ def test_training_stops_when_validation_gets_worse(tmp_path: Path) -> None:
     assert "epochs=20" in (tmp_path / "run/train.py").read_text()
     (_, _, dcn_loss, dcn_steps, _), _ = METRICS.findall(output)
     assert int(dcn_steps) < 10 * 25 and float(dcn_loss) < 0.72, output
+
+    saved = sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "run").rglob("*.safetensors"))
+    again = run(tmp_path, sys.executable, "run/train.py")
+    assert METRICS.findall(again) == METRICS.findall(output) and again.count("had finished; to train it longer") == 2
+    assert saved == sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "run").rglob("*.safetensors"))
+    record = (tmp_path / "run/records/trainer-0.jsonl").read_text()
+    assert '"steps"' in record and '"steps"' not in record.rpartition('"start"')[2], "no step was trained again"
+    (tmp_path / "run/finished").unlink()
+    assert run(tmp_path, sys.executable, "run/train.py").count("had finished") == 1
 
 
 def parts_of(script: Path, read: pa.Table) -> list[set[int]]:
@@ -414,3 +423,11 @@ def test_a_script_that_fails_is_an_error(tmp_path: Path, capfd: pytest.CaptureFi
     assert main(["train", str(tmp_path / "clicks.csv"), "--test", str(tmp_path / "test.csv"), "--out", str(out)]) == 1
     error = capfd.readouterr().err
     assert "column 'click' holds '3'; expected 0 or 1" in error and "train.py ended with status 1" in error
+
+
+def test_the_guide_has_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    guide = (Path(__file__).parents[2] / "docs/training.md").read_text().partition("\n## Declare tables")[0]
+    options = set(re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE))
+    assert len(options) > 10 and options <= set(re.findall(r"--[a-z-]+", guide))

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import pydoc
+import re
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -12,7 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import satrap
 from satrap.config.validation import LARGEST_FLOAT32, Config, Serializable, flat, kind_of, suggest
+from satrap.data.synthetic import Clicks
 from satrap.errors import ConfigError
 
 
@@ -99,6 +105,33 @@ def test_kinds_have_their_article() -> None:
 def test_the_nearest_known_name_or_all_of_them() -> None:
     assert suggest("itme", ["user", "item", "items"]) == "the nearest known one is 'item'"
     assert suggest("x", ["user", "item"]) == "known are 'user', 'item'"
+
+
+DECLARATIONS: list[type] = [
+    getattr(satrap, name)
+    for name in satrap.__all__
+    if is_dataclass(getattr(satrap, name)) and name not in ("Counters", "Inputs", "Report")
+]
+
+
+@pytest.mark.parametrize("cls", [*DECLARATIONS, Clicks])
+def test_declarations_say_which_argument_is_near_an_unknown_one(cls: type) -> None:
+    refused = f"^{cls.__name__} got an unexpected keyword argument"
+    for name in inspect.signature(cls).parameters:
+        with pytest.raises(TypeError, match=f"{refused} '{name}s': (the nearest known one is|known are) '"):
+            cls(**{f"{name}s": 1})
+    with pytest.raises(TypeError, match=f"{refused} 'xyzzy': known are"):
+        cls(xyzzy=1)
+
+
+@pytest.mark.parametrize("cls", [cls for cls in (*DECLARATIONS, Clicks) if cls.__name__ != "Position"])
+def test_help_describes_every_argument_of_a_declaration_once(cls: type) -> None:
+    page = pydoc.plain(pydoc.render_doc(cls))
+    described = Counter(
+        name for names in re.findall(r"^ \|  (\w+(?:, \w+)*): ", page, re.MULTILINE) for name in names.split(", ")
+    )
+    assert {described[name] for name in inspect.signature(cls).parameters} <= {1}
+    assert len(max(page.splitlines(), key=len)) < 3000 and "NestedSequence" not in page
 
 
 def test_nested_mappings_become_flat() -> None:

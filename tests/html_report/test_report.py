@@ -185,6 +185,7 @@ def test_forged_records_of_any_types_are_shown_or_left_out(tmp_path: Path, seed:
     lines = [start(where="w", version="1", script="s.py", settings={**settings, "script": {"lr": 0.1}}, launch=1)]
     lines += [interval(5, 5, loss=0.5, auc=0.5, ne=0.9, window=50, **maps), interval(9, 4, loss=0.4, **maps)]
     lines += [{"kind": "evaluation", "id": "a", "at": AT, "step": 5, "metrics": {"auc": 0.5}, "is_best": True}]
+    lines[-1]["best_by"] = "auc"
     lines += [{"kind": "end", "id": "a", "at": AT, "step": 9, "error": None}]
     lines += [start("b", launch=2), interval(7, 2, "b"), {"kind": "end", "id": "b", "at": AT, "step": 7, "error": "E"}]
     events = [{"kind": "run", "at": AT, "where": "w", "settings": {"script": "s.py", "arguments": ["a"]}}]
@@ -196,6 +197,17 @@ def test_forged_records_of_any_types_are_shown_or_left_out(tmp_path: Path, seed:
         for name, written in (("trainer-0", lines), ("trainer-1", lines), ("run", events)):
             (records / f"{name}.jsonl").write_bytes(b"".join(forged(rng, line) for line in written))
         assert shown(tmp_path).encode("utf-8", "replace").startswith(b"<!doctype html>")
+
+
+@pytest.mark.parametrize(("watched", "value"), [("log_loss", "0.6"), ("auc", "0.7"), (None, "0.7")])
+def test_the_tile_of_the_best_evaluation_has_the_metric_that_decided(
+    watched: str | None, value: str, tmp_path: Path
+) -> None:
+    judgement = {"is_best": True, "best_by": watched} if watched else {}
+    evaluation = {"kind": "evaluation", "id": "a", "at": AT, "step": 1, "metrics": {"auc": 0.7, "log_loss": 0.6}}
+    write(tmp_path, "trainer-0", start(), interval(1), evaluation | judgement)
+    which = "last" if watched is None else "best"
+    assert (f"Validation {watched or 'auc'}", value, f"{which}, step 1") in tiles(read_run(tmp_path))
 
 
 def test_memory_of_servers_is_drawn_at_the_steps_of_the_first_trainer(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from logged import logged
 from report_records import read_records
-from satrap.launch.child_processes import ProcessOutput
+from satrap.launch.child_processes import ChildExited, ProcessOutput
 from satrap.launch.logs import RunLogs
 from satrap.launch.run_events import (
     Event,
@@ -223,6 +224,27 @@ def test_a_log_line_that_arrives_in_parts_is_shown_as_if_whole(
             "mine, too",
         ]
         assert text in (tmp_path / f"{cut}" / "logs" / "trainer-0.log").read_bytes()
+
+
+@pytest.mark.parametrize("has_bar", [True, False])
+@pytest.mark.parametrize("num_saves", [0, 1, 2, 5])
+def test_beside_a_bar_only_the_first_save_and_the_last_are_shown(
+    num_saves: int, has_bar: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("satrap.launch.logs.draws_in_place", lambda _: has_bar)
+    trainer, stamp = Process(Role.TRAINER, 0, 1), "2026-11-29T02:03:04.123Z INFO trainer 0 job=- step=-"
+    saves = [f"save of step {step},000 into run done: 1 KiB in 0.1 s" for step in range(1, num_saves + 1)]
+    with RunLogs(tmp_path / "logs") as logs:
+        logs.record_start(trainer)
+        for save in saves:
+            logs.handle([ProcessOutput(trainer, "stderr", f"{stamp} satrap.checkpoint: {save}\nmine\n".encode())])
+        logs.handle([ChildExited(trainer, status=0, was_stopped=False)])
+    written = re.sub(r"\r|\x1b\[K", "", capfd.readouterr().err).splitlines()
+    expected = [line for save in saves for line in (save, "mine")]
+    if has_bar and num_saves > 1:
+        expected = [saves[0], *["mine"] * num_saves, saves[-1]]
+    assert [line.removeprefix("satrap run: ") for line in written[1:] if line] == expected
+    assert (tmp_path / "logs" / "trainer-0.log").read_text().count(" done: ") == num_saves
 
 
 def write_records(logs: RunLogs, path: Path, kept: Path) -> None:

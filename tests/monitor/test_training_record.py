@@ -147,7 +147,7 @@ def test_the_record_has_the_numbers_of_a_report(tmp_path: Path) -> None:
         embedded, [sink], every_seconds=length, record=tmp_path, settings={"lr": 0.1}, clock=clock
     ) as progress:
         report_steps(progress, embedded, 8, 1 / 256)
-        progress.report_evaluation(8, {"auc": 0.75, "log_loss": math.nan}, is_best=True, seconds=0.5)
+        progress.report_evaluation(8, {"auc": 0.75, "log_loss": math.nan}, is_best=True, best_by="auc", seconds=0.5)
     start, *intervals, evaluation, end = lines_of(tmp_path)
     assert start["settings"] == {"rank": 3, "staleness": 2, "script": {"lr": 0.1}} and start["launch"] is None
     reports = [each for each in sink.reports if not each.validation]
@@ -166,6 +166,7 @@ def test_the_record_has_the_numbers_of_a_report(tmp_path: Path) -> None:
         assert line["staleness"] == {"1": report.steps} and line["stages"] == report.stages
         assert line["trained"] == pytest.approx(length) and line["rate"] == pytest.approx(2 * 256)
     assert evaluation["metrics"] == {"auc": 0.75, "log_loss": None} and evaluation["is_best"] is True
+    assert evaluation["best_by"] == "auc"
     assert (end["kind"], end["step"], end["error"]) == ("end", 8, None)
 
 

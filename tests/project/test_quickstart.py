@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -24,15 +25,19 @@ OTHERS = ("duckdb", "hypothesis", "mypy", "onnx", "pandas", "polars", "pytest", 
 
 def test_the_adult_example_reaches_its_auc_with_the_packages_of_the_demo_alone(tmp_path: Path) -> None:
     script = ROOT / "examples/adult.py"
-    arguments = [str(script), "--epochs", "1", "--record", str(tmp_path)]
+    arguments = [str(script), "--epochs", "1", "--record", str(tmp_path), "--run", str(tmp_path / "run")]
     hide = f"import runpy, sys; sys.modules.update(dict.fromkeys({OTHERS})); sys.argv = "
-    trained = python(f"{hide}{arguments}; runpy.run_path({str(script)!r}, run_name='__main__')")
+    training = f"{hide}{arguments}; runpy.run_path({str(script)!r}, run_name='__main__')"
+    trained = python(training)
     auc = float(trained.split()[-1])
     assert auc > 0.89
     reported = python(f"{hide}['satrap', 'report', {str(tmp_path)!r}]; from satrap.cli.main import main; main()")
     assert reported.startswith(f"report: {tmp_path / 'report.html'} (")
     page = (tmp_path / "report.html").read_text()
     assert "Training ended." in page and "Validation: AUC" in page and f"<td>{auc:.4f}" in page
+    saved = sorted(tmp_path.glob("run/*"))
+    assert python(training).endswith(trained.splitlines()[-1] + "\n"), "a run that had finished is tested again"
+    assert sorted(tmp_path.glob("run/*")) == saved, "no step is saved twice"
 
 
 @pytest.mark.cluster
@@ -69,6 +74,28 @@ def test_make_demo_installs_what_training_needs_and_says_what_to_try_next() -> N
     assert listed == {"train >.venv/.train.txt"}
     assert any(line.endswith("satrap report build/demo") for line in lines)
     assert "satrap run examples/adult.py --servers 2 --trainers 2" in lines[-1]
+
+
+def test_make_demo_uses_what_is_installed_unless_a_source_is_newer(tmp_path: Path) -> None:
+    packages = tmp_path / ".venv/lib/python3/site-packages"
+    for name in ("CMakeLists.txt", "constraints.txt", "pyproject.toml", "core/base/hash.hpp", "src/satrap/errors.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    for name in ("obstore", "zmq", "satrap"):
+        (packages / name).mkdir(parents=True)
+    (packages / "obstore/__init__.py").touch()
+    shutil.copy(ROOT / "Makefile", tmp_path)
+
+    def lines() -> str:
+        command = ["make", "--dry-run", "demo"]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+
+    assert "build_editable" in lines(), "nothing is installed"
+    installed = packages / "satrap/__init__.py"
+    installed.touch()
+    assert "build_editable" not in lines() and "install" not in lines() and "adult.py" in lines()
+    os.utime(tmp_path / "src/satrap/errors.py", ns=(0, installed.stat().st_mtime_ns + 10**9))
+    assert "build_editable" in lines(), "a source is newer"
 
 
 def test_a_checkout_may_have_a_blank_in_its_path() -> None:

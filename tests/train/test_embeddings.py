@@ -313,3 +313,16 @@ def test_evaluating_without_rows_is_warned_of_unless_training_follows() -> None:
     embeddings.stream(batches(1), train=False).close()
     with pytest.warns(UserWarning, match="no table has a row yet: resume a checkpoint, or train first"):
         embeddings.close()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_traceback_of_wrong_data_has_no_readers(overlap: bool, tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("user,price,label\n1,2,0\n1,x,1\n")
+    embeddings = Embeddings({"user": satrap.Table("user", dim=2)})
+    embeddings.tables["user"].write([1], np.zeros((1, 2), np.float32))
+    for dense, message in (("prise", "has no column 'prise'"), ("price", "line 3: column 'price' holds 'x'")):
+        with pytest.raises(satrap.SourceError, match=message) as caught:
+            list(embeddings.stream(satrap.CSV(path, dense=dense, label="label"), train=False, overlap=overlap))
+        files = [str(entry.path) for entry in caught.traceback]
+        assert len(files) <= 5 and not any("/data/" in file or "concurrent" in file for file in files), files

@@ -316,7 +316,7 @@ class Checkpoint:
             context = current_context()
             launch = f"launch {context.launch} " if context is not None and context.launch else ""
             resumed = event("resumed", checkpoint=newest.where, resumed_step=newest.step)
-            _LOG.info("%scontinues after step %d, from %s", launch, newest.step, newest.where, extra=resumed)
+            _LOG.info("%scontinues after step %s, from %s", launch, f"{newest.step:,}", newest.where, extra=resumed)
         return True
 
     def _checked_state(self, entry: CheckpointManifest) -> Any:
@@ -358,7 +358,7 @@ class Checkpoint:
         newest, tables = chain[-1], self._session.worker.tables
         folders = table_folders(chain)
         map_version = tables.map_version
-        with Transfer(_LOG, "restore", f"restore of step {newest.step} from {newest.where}", step=newest.step):
+        with Transfer(_LOG, "restore", f"restore of step {newest.step:,} from {newest.where}", step=newest.step):
             changes_may_follow = tables.restore(folders)
         tables.is_whole = False
         require_rows(newest, {name: len(table) for name, table in tables.items()})

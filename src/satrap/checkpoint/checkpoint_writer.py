@@ -79,7 +79,7 @@ class CheckpointWriter:
         total = None
         if draft.parent is None and draft.may_repeat:  # else changes, of an unknown size, or rows that training counts
             total = sum(len(table) * row_bytes(table.table) for table in (draft.tables[name] for name in draft.tables))
-        what = f"save of step {draft.step} into {self._directory.folder}"
+        what = f"save of step {draft.step:,} into {self._directory.folder}"
         try:
             with Transfer(_LOG, "save", what, total=total or None, step=draft.step):
                 self._write_folder(draft)
@@ -88,8 +88,8 @@ class CheckpointWriter:
 
     def _write_folder(self, draft: Draft) -> None:
         if self._last is not None and self._directory.checksum_of(self._last[0]) is None:
-            text = "%s is gone from %s: it was removed, or its disk is lost; step %d is saved in whole tables"
-            _LOG.warning(text, self._last[0], self._directory.folder, draft.step)
+            text = "%s is gone from %s: it was removed, or its disk is lost; step %s is saved in whole tables"
+            _LOG.warning(text, self._last[0], self._directory.folder, f"{draft.step:,}")
         with self._directory.new(draft.step, None if self._last is None else self._last[0]) as folder:
             parent, rows = self._write_tables(draft, folder)
             state_crc32c = draft.state.save(folder, STATE)

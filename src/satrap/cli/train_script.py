@@ -210,9 +210,12 @@ def _short_name(path: str | Sequence[str]) -> str:
 _HEAD = '''"""Predicts `{label}` from {data}.
 
 Written by `satrap train`, to be edited. Run it in the folder in which that
-command was called. It resumes its best checkpoint: to start again, remove
-the folder RUN, or name another.
+command was called. It continues after its best checkpoint, unless it had
+finished: then it tests only. To start again, remove the folder RUN, or name
+another.
 """
+
+import pathlib
 
 import satrap
 import torch
@@ -338,9 +341,12 @@ _FIT = '''def fit(name, net, embeddings, lr, folder):
         keep=1,
         extra_state={{"validation": validation}},
     )
-    run.resume()
+    end = pathlib.Path(folder, "finished")
+    is_finished = run.resume() and end.exists()
+    if is_finished:
+        print(f"{{name}} had finished; to train it longer, remove {{end}}")
     with satrap.Progress(embeddings, record=folder) as progress:
-        for batch in embeddings.stream(train):
+        for batch in [] if is_finished else embeddings.stream(train):
             logits = net(batch.dense, batch.embeddings)
             loss = torch.nn.functional.binary_cross_entropy_with_logits(
                 logits, batch.label
@@ -356,13 +362,14 @@ _FIT = '''def fit(name, net, embeddings, lr, folder):
                 break
         else:
             validation.step(every_steps=1, progress=progress, checkpoint=run)
+    end.touch()
     run.resume()  # only the best is saved
     embeddings.eval()
     net.eval()
     result = satrap.evaluate(net, embeddings.stream(test))
     metrics = f"AUC {{result.auc():.4f}}, log loss {{result.log_loss():.4f}}"
     rows = sum(map(len, embeddings.tables.values()))
-    print(f"{{name}}: {{metrics}}; {{embeddings.step}} steps, {{rows}} rows")
+    print(f"{{name}}: {{metrics}}; {{embeddings.step:,}} steps, {{rows:,}} rows")
     return validation.best
 
 

@@ -39,21 +39,22 @@ class DenseColumn(Config):
     """A column of numbers for the dense network: one number, or a list of numbers of one length, in each row.
 
     Texts are read as numbers: "3.5" is 3.5, "" is missing, and another text makes its row malformed.
+
+    name: the name of the column.
+    missing: the number that a missing value reads as; NaN is a missing value. An infinite value is malformed.
+    log1p: whether to read x as ln(1 + max(x, 0)), as is usual for counts. `missing` is not transformed.
+    width: the number of values in each list, where the type of the column does not say it; a list of another length
+        makes its row malformed. A missing list reads as that many missing values.
+    time: what to read of a column of timestamps or dates, in UTC: the "days", "hours" or "seconds" since 1970, with
+        fractions, the "hour_of_day" from 0 or the "weekday" from 0, a Monday. Float32 counts seconds in steps of 128.
     """
 
     name: str
-    """The name of the column."""
     _: KW_ONLY
     missing: float = 0.0
-    """The number that a missing value reads as; NaN is a missing value. An infinite value is malformed."""
     log1p: bool = False
-    """Whether to read x as ln(1 + max(x, 0)), as is usual for counts. `missing` is not transformed."""
     width: int | None = None
-    """The number of values in each list, where the type of the column does not say it; a list of another length makes
-    its row malformed. A missing list reads as that many missing values."""
     time: Time | None = None
-    """What to read of a column of timestamps or dates, in UTC: the "days", "hours" or "seconds" since 1970, with
-    fractions, the "hour_of_day" from 0 or the "weekday" from 0, a Monday. Float32 counts seconds in steps of 128."""
 
     def __post_init__(self) -> None:
         check_column("DenseColumn", self.name)
@@ -68,24 +69,26 @@ class DenseColumn(Config):
 @internal("expected find_invalid other_value text_values")
 @dataclass(frozen=True, slots=True)
 class LabelColumn(Config):
-    """A column of the values that the model learns to predict: numbers, or strings that stand for numbers."""
+    """A column of the values that the model learns to predict: numbers, or strings that stand for numbers.
+
+    name: the name of the column.
+    kind: which numbers the column may hold: 0 and 1 ("binary"), any finite number ("real"), or whole numbers from 0
+        ("count"). A row with another number is malformed. The default is binary, since training would not reveal that a
+        click of 7 is an error in the data.
+    values: texts and the numbers that they stand for, e.g. {">50K": 1, "<=50K": 0}. Any other text is malformed.
+    true: the string or strings that stand for 1; any other string stands for 0. An alternative to `values`.
+    above: numbers above this read as 1, all others as 0.
+    missing: what to do about a missing label: treat its row as malformed ("refuse"), drop and count the row ("drop"),
+        or read the label as this number.
+    """
 
     name: str
-    """The name of the column."""
     _: KW_ONLY
     kind: LabelKind = "binary"
-    """Which numbers the column may hold: 0 and 1 ("binary"), any finite number ("real"), or whole numbers from 0
-    ("count"). A row with another number is malformed. The default is binary, since training would not reveal that a
-    click of 7 is an error in the data."""
     values: Mapping[str, float] | None = None
-    """Texts and the numbers that they stand for, e.g. {">50K": 1, "<=50K": 0}. Any other text is malformed."""
     true: str | Sequence[str] | None = None
-    """The string or strings that stand for 1; any other string stands for 0. An alternative to `values`."""
     above: float | None = None
-    """Numbers above this read as 1, all others as 0."""
     missing: float | Literal["refuse", "drop"] = "refuse"
-    """What to do about a missing label: treat its row as malformed ("refuse"), drop and count the row ("drop"), or read
-    the label as this number."""
 
     def __post_init__(self) -> None:
         check_column("LabelColumn", self.name)
@@ -154,33 +157,35 @@ class LabelColumn(Config):
 
 @dataclass(frozen=True, slots=True)
 class IdColumn(Config):
-    """A column with the ids of one feature: one id, or a list of ids, for each sample."""
+    """A column with the ids of one feature: one id, or a list of ids, for each sample.
+
+    name: the name of the column; empty: the name of the feature.
+    kind: what the column holds: strings, which `satrap.data.hashing` turns into ids, or integers, which are ids
+        unchanged. None: the column's type decides; text files have no types, so they hold strings.
+    hash: whether to hash integers as well.
+    missing: the id that replaces a missing one. None: the sample has an empty bag, or the list is shorter.
+    separator: the character between ids, where the column holds strings that list ids.
+    weights: the name of the column with a weight for each id.
+    numbers: for a sequence, the names of columns that list a number, a date or a timestamp for each id, such as its
+        rating or time. A batch has them beside the rows, as `batch[feature].numbers`; times are seconds since 1970.
+    boundaries: ascending numbers: a number in the column becomes the id of its bucket, which is how many of these are
+        at most the number. NaN is a missing id.
+    crossed: further columns, of integers or strings: the id is a hash of the values of all of these columns, each a
+        single one, and is missing if one of them is.
+    time: what to read of a column of timestamps or dates as ids: see `DenseColumn.time`; without fractions.
+    """
 
     name: str = ""
-    """The name of the column; empty: the name of the feature."""
     _: KW_ONLY
     kind: Literal["string", "integer"] | None = None
-    """What the column holds: strings, which `satrap.data.hashing` turns into ids, or integers, which are ids unchanged.
-    None: the column's type decides; text files have no types, so they hold strings."""
     hash: bool = False
-    """Whether to hash integers as well."""
     missing: int | None = None
-    """The id that replaces a missing one. None: the sample has an empty bag, or the list is shorter."""
     separator: str | None = None
-    """The character between ids, where the column holds strings that list ids."""
     weights: str | None = None
-    """The name of the column with a weight for each id."""
     numbers: str | Sequence[str] = ()
-    """For a sequence, the names of columns that list a number, a date or a timestamp for each id, such as its rating
-    or time. A batch has them beside the rows, as `batch[feature].numbers`; times are seconds since 1970."""
     boundaries: Sequence[float] | None = None
-    """Ascending numbers: a number in the column becomes the id of its bucket, which is how many of these are at most
-    the number. NaN is a missing id."""
     crossed: str | Sequence[str] = ()
-    """Further columns, of integers or strings: the id is a hash of the values of all of these columns, each a single
-    one, and is missing if one of them is."""
     time: Time | None = None
-    """What to read of a column of timestamps or dates as ids: see `DenseColumn.time`; without fractions."""
 
     def __post_init__(self) -> None:
         if self.name != "":

@@ -197,7 +197,7 @@ class Table(Serializable):
     expire_after: int | None = None
     absent: Literal["initial", "zeros"] = "initial"
     on_nonfinite: Literal["raise", "skip"] = "raise"
-    frozen: Frozen = False
+    frozen: "Frozen" = False  # without quotes, help shows all of ArrayLike
     num_buckets: int | None = None
     shard: Literal["rows", "table", "columns", "replicated"] = "rows"
 

@@ -12,7 +12,7 @@ import numbers
 import os
 import reprlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from functools import cache
 from types import NoneType, UnionType
@@ -39,7 +39,18 @@ class InText(ABC):
         """Return the text."""
 
 
-class Serializable:
+class KnownArguments:
+    """A dataclass whose TypeError for an argument that it does not have says which is near."""
+
+    __slots__ = ()
+
+    def __new__(cls, *_: Any, **arguments: Any) -> Self:
+        """Create the object, before the dataclass's `__init__`, which has a bare error."""
+        require_known(cls.__name__, arguments, getattr(cls, "__dataclass_fields__", arguments))
+        return super().__new__(cls)
+
+
+class Serializable(KnownArguments):
     """A dataclass with a form in plain JSON types: its fields by name. A field's type says how to read its form."""
 
     __slots__ = ()
@@ -114,6 +125,13 @@ def suggest(name: object, known: list[str]) -> str:
     """Return the known name nearest to `name` if one is near, else all of them."""
     near = difflib.get_close_matches(str(name), known, n=1)
     return f"the nearest known one is {near[0]!r}" if near else f"known are {', '.join(map(repr, known))}"
+
+
+def require_known(where: str, arguments: Iterable[str], known: Mapping[str, Any]) -> None:
+    """Raise TypeError if a keyword argument is none of those that are known."""
+    for name in arguments:
+        if name not in known:
+            raise TypeError(f"{where} got an unexpected keyword argument {name!r}: {suggest(name, list(known))}")
 
 
 class ByName(dict[str, V]):

@@ -20,19 +20,21 @@ _HASH_OF_EMPTY = 0xEF46DB3751D8E999
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Criteo(CSV):
-    """Files in the format of Criteo's click logs. The features are C1 to C26, or those in `ids`."""
+    """Files in the format of Criteo's click logs. The features are C1 to C26, or those in `ids`.
+
+    log1p: whether to read every count x as ln(1 + max(x, 0)). Unchanged, their range of 0 to millions trains badly.
+    dense: the counts; a missing count reads as 0.
+    label: the label; None: lines have no label and begin with I1, as in Criteo's test file.
+    missing_id: the id that replaces a missing category: the hash of the empty string, which is a separate category, so
+        that every sample has one id of each feature. None: an empty bag.
+    columns: fixed by the format; do not set it.
+    """
 
     log1p: bool = True
-    """Whether to read every count x as ln(1 + max(x, 0)). Unchanged, their range of 0 to millions trains badly."""
     dense: str | DenseColumn | Sequence[str | DenseColumn] = _COUNTS
-    """The counts; a missing count reads as 0."""
     label: str | LabelColumn | Sequence[str | LabelColumn] | None = "label"
-    """The label; None: lines have no label and begin with I1, as in Criteo's test file."""
     missing_id: int | None = _HASH_OF_EMPTY
-    """The id that replaces a missing category: the hash of the empty string, which is a separate category, so that
-    every sample has one id of each feature. None: an empty bag."""
     columns: Sequence[str] | None = None
-    """Fixed by the format; do not set it."""
     delimiter: str = "\t"
     quote: str | None = None
 

@@ -32,29 +32,32 @@ _COMPRESSION = 5  # the assumed compression ratio; used only for reading ahead
 
 @dataclass(frozen=True, repr=False)
 class CSV(FileSource):
-    """Delimited text files, or folders, globs and URLs of them; .gz, .bz2, .zst and .lz4 are decompressed."""
+    """Delimited text files, or folders, globs and URLs of them; .gz, .bz2, .zst and .lz4 are decompressed.
+
+    columns: the names of all columns of a file without a header. None: the first line of each file names them.
+    delimiter: the separator of fields: 1 to 8 ASCII characters, e.g. "\\t" or "::".
+    quote: the character that may enclose a field, and is doubled inside it; None: no character encloses fields.
+    missing: strings that stand for a missing value, besides the empty string; e.g. "?" or "NA".
+    strip: whether to remove the blanks around a field.
+    skip_lines: the number of lines to skip at the start of each file, before the header.
+    encoding: the encoding of the files: "utf-8" or "latin-1".
+    newlines_in_values: whether a quoted field may hold newlines. Such a file can only be read from its start, also to
+        resume.
+    block_bytes: the number of bytes of text that are read at a time.
+    max_line_bytes: the maximum length of a line, which is held in memory as a whole. A longer line is an error.
+    """
 
     _: KW_ONLY
     columns: Sequence[str] | None = None
-    """The names of all columns of a file without a header. None: the first line of each file names them."""
     delimiter: str = ","
-    """The separator of fields: 1 to 8 ASCII characters, e.g. "\\t" or "::"."""
     quote: str | None = '"'
-    """The character that may enclose a field, and is doubled inside it; None: no character encloses fields."""
     missing: str | Sequence[str] = ()
-    """Strings that stand for a missing value, besides the empty string; e.g. "?" or "NA"."""
     strip: bool = False
-    """Whether to remove the blanks around a field."""
     skip_lines: int = 0
-    """The number of lines to skip at the start of each file, before the header."""
     encoding: str = "utf-8"
-    """The encoding of the files: "utf-8" or "latin-1"."""
     newlines_in_values: bool = False
-    """Whether a quoted field may hold newlines. Such a file can only be read from its start, also to resume."""
     block_bytes: int = 4 << 20
-    """The number of bytes of text that are read at a time."""
     max_line_bytes: int = 16 << 20
-    """The maximum length of a line, which is held in memory as a whole. A longer line is an error."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

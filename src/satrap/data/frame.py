@@ -26,12 +26,14 @@ _LONGEST_DECIMAL = 38  # digits, in Arrow
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Frame(RowBlockSource):
-    """A DataFrame of pandas or polars, a Hugging Face Dataset, an Arrow table, or a dict of arrays of equal length."""
+    """A DataFrame of pandas or polars, a Hugging Face Dataset, an Arrow table, or a dict of arrays of equal length.
+
+    data: the frame. The selection of a Dataset (`select`, `filter`, `shuffle`) is applied as rows are read. In a dict,
+        a column is an array of one or (for lists of one length, or several dense numbers) two dimensions, a list, or
+        (values, offsets) for lists of ids.
+    """
 
     data: Any = field(repr=False, compare=False)
-    """The frame. The selection of a Dataset (`select`, `filter`, `shuffle`) is applied as rows are read. In a dict, a
-    column is an array of one or (for lists of one length, or several dense numbers) two dimensions, a list, or (values,
-    offsets) for lists of ids."""
 
     __eq__ = object.__eq__  # rows in memory are not compared
     __hash__ = object.__hash__

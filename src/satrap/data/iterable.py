@@ -46,25 +46,26 @@ class IterableSource(Source):
 
     An Inputs with exactly these features is not copied unless `batch_size` divides it: do not change its arrays until
     its batch has been used. The label of such an item keeps its shape, [n] or [n, 1].
+
+    items: the iterable, or a function that returns one. A function or a list can be read again, an iterator only once.
+        Also a pyarrow Dataset, a polars LazyFrame or a DuckDB relation, whose record batches are the items: give one
+        that yields its rows in the same order each time, and `batch_size`.
+    samples: whether each item is one sample: a dict with a value, or a list of values, for each column. A missing key
+        is a missing value; each has to occur in the first items that are converted together. A batch is returned as
+        soon as it has its samples, without another item, so items may be live events. Samples are converted a batch at
+        a time (with `shuffle`, 4,096 at a time): small batches cost more.
+    offsets: whether the data can resume by itself: `items` is a function of an offset (None at the start) that returns
+        pairs (item, offset after it). A checkpoint saves the offset before the first item that was not trained on
+        completely, and the function is called with it when the run resumes. An offset has plain JSON types: a number, a
+        string, a dict by partition.
+    batch_size: the number of samples in a batch, whatever the items hold. None: each item is a batch.
     """
 
     items: Any = field(repr=False, compare=False)
-    """The iterable, or a function that returns one. A function or a list can be read again, an iterator only once. Also
-    a pyarrow Dataset, a polars LazyFrame or a DuckDB relation, whose record batches are the items: give one that yields
-    its rows in the same order each time, and `batch_size`."""
     _: KW_ONLY
     samples: bool = False
-    """Whether each item is one sample: a dict with a value, or a list of values, for each column. A missing key is a
-    missing value; each has to occur in the first items that are converted together. A batch is returned as soon as it
-    has its samples, without another item, so items may be live events. Samples are converted a batch at a time (with
-    `shuffle`, 4,096 at a time): small batches cost more."""
     offsets: bool = False
-    """Whether the data can resume by itself: `items` is a function of an offset (None at the start) that returns pairs
-    (item, offset after it). A checkpoint saves the offset before the first item that was not trained on completely,
-    and the function is called with it when the run resumes. An offset has plain JSON types: a number, a string, a dict
-    by partition."""
     batch_size: int | None = None
-    """The number of samples in a batch, whatever the items hold. None: each item is a batch."""
     _optional: ClassVar[tuple[str, ...]] = (*Source._optional, "batch_size")
     _used: list[bool] = field(default_factory=list, init=False, repr=False, compare=False)
     _stays: Callable[[object], bool] | None = field(default=None, init=False, repr=False, compare=False)

@@ -27,13 +27,15 @@ _IDS = ("id", "string", "integer")
 @dataclass(frozen=True)
 class JSON(FileSource):
     """Files of JSON lines, or folders, globs and URLs of them; .gz, .bz2, .zst and .lz4 are decompressed. A missing key
-    or null is a missing value; a line that is no JSON object is an error, whatever `max_bad_rows` says."""
+    or null is a missing value; a line that is no JSON object is an error, whatever `max_bad_rows` says.
+
+    block_bytes: the number of bytes of text that are read at a time.
+    max_line_bytes: the maximum length of a line, which is held in memory as a whole. A longer line is an error.
+    """
 
     _: KW_ONLY
     block_bytes: int = 4 << 20
-    """The number of bytes of text that are read at a time."""
     max_line_bytes: int = 16 << 20
-    """The maximum length of a line, which is held in memory as a whole. A longer line is an error."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -5,7 +5,9 @@ A source of files is a frozen declaration: it holds no data and no open file, so
 """
 
 import dataclasses
+import inspect
 import logging
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -39,59 +41,72 @@ _MAX_COUNT = 2**63 - 1
 _MAX_THREADS = 64
 _DEFAULT_THREADS = 4
 _MANY_SAMPLES = 100_000  # without a label of 1 are probably a mistake
+_FIELD = re.compile(r"^(\w+): .*(?:\n    .*)*", re.MULTILINE)  # in a docstring
 _LOG = logging.getLogger("satrap.data")
 
 
 @internal("origin")
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Source(Config, ABC):
-    """A declaration of training data. The ids of a feature are read from the column of the same name."""
+    """A declaration of training data. The ids of a feature are read from the column of the same name.
+
+    dense: the columns of numbers for the dense network, in this order.
+    label: the column of labels; for a list of columns, the labels are [batch_size, number of labels].
+    label_true: short for LabelColumn(label, true=...): the strings that stand for 1.
+    ids: the column of a feature, where its name differs from the feature's or its type does not say how to read it.
+    weights: short for IdColumn(weights=...): for a feature, the column with a weight for each id.
+    missing_id: short for IdColumn(missing=...) for every feature: the id that replaces a missing one. None: an empty
+        bag.
+    extra: further columns, which each batch holds as Arrow arrays, unchanged.
+    batch_size: the number of samples in a batch; the last batch of an epoch may have fewer.
+    max_ids: a feature and the most ids of it in a batch, for samples of uneven lengths: a batch ends before the sample
+        that would exceed it, or with `batch_size` samples. Several trainers then have about equally many ids in each
+        step. A longer sample is a batch alone. None: no limit.
+    drop_last: whether to leave out the last batch of an epoch if it is short.
+    epochs: how many times the data is read; None: endlessly.
+    shuffle: whether to read the blocks in a different order in each epoch, and to permute the samples of
+        `shuffle_blocks` blocks at a time.
+    shuffle_blocks: the number of blocks (chunks, where blocks are long) whose samples are permuted together. They are
+        held in memory, and as many again that are read ahead.
+    seed: the seed of the shuffled orders, which are functions of the seed and the epoch.
+    max_bad_rows: how many malformed rows may be skipped in an epoch; `Batches.skipped_rows` counts them. One more is an
+        error.
+    share: the part of the samples to read, drawn by `seed`: (0.0, 0.9) and (0.9, 1.0) are disjoint, and all samples
+        together. None: all.
+    before: a column and a value: only samples with a smaller value, or without one, are read. Text is compared as
+        numbers to a number.
+    since: a column and a value: only samples with at least this value are read, which are all that `before` leaves out.
+    num_threads: threads that read ahead and decode; None: half the cores, at most 4. 0: only the caller's thread.
+    """
 
     dense: str | DenseColumn | Sequence[str | DenseColumn] = ()
-    """The columns of numbers for the dense network, in this order."""
     label: str | LabelColumn | Sequence[str | LabelColumn] | None = None
-    """The column of labels; for a list of columns, the labels are [batch_size, number of labels]."""
     label_true: str | Sequence[str] | None = None
-    """Short for LabelColumn(label, true=...): the strings that stand for 1."""
     ids: Mapping[str, str | IdColumn] = dataclasses.field(default_factory=dict)
-    """The column of a feature, where its name differs from the feature's or its type does not say how to read it."""
     weights: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Short for IdColumn(weights=...): for a feature, the column with a weight for each id."""
     missing_id: int | None = None
-    """Short for IdColumn(missing=...) for every feature: the id that replaces a missing one. None: an empty bag."""
     extra: str | Sequence[str] = ()
-    """Further columns, which each batch holds as Arrow arrays, unchanged."""
     batch_size: int | None = 4096
-    """The number of samples in a batch; the last batch of an epoch may have fewer."""
     max_ids: tuple[str, int] | None = None
-    """A feature and the most ids of it in a batch, for samples of uneven lengths: a batch ends before the sample that
-    would exceed it, or with `batch_size` samples. Several trainers then have about equally many ids in each step. A
-    longer sample is a batch alone. None: no limit."""
     drop_last: bool = False
-    """Whether to leave out the last batch of an epoch if it is short."""
     epochs: int | None = 1
-    """How many times the data is read; None: endlessly."""
     shuffle: bool = False
-    """Whether to read the blocks in a different order in each epoch, and to permute the samples of `shuffle_blocks`
-    blocks at a time."""
     shuffle_blocks: int = 16
-    """The number of blocks (chunks, where blocks are long) whose samples are permuted together. They are held in
-    memory, and as many again that are read ahead."""
     seed: int = 0
-    """The seed of the shuffled orders, which are functions of the seed and the epoch."""
     max_bad_rows: int = 0
-    """How many malformed rows may be skipped in an epoch; `Batches.skipped_rows` counts them. One more is an error."""
     share: tuple[float, float] | None = None
-    """The part of the samples to read, drawn by `seed`: (0.0, 0.9) and (0.9, 1.0) are disjoint, and all samples
-    together. None: all."""
     before: tuple[str, Any] | None = None
-    """A column and a value: only samples with a smaller value, or without one, are read. Text is compared as numbers to
-    a number."""
     since: tuple[str, Any] | None = None
-    """A column and a value: only samples with at least this value are read, which are all that `before` leaves out."""
     num_threads: int | None = None
-    """Threads that read ahead and decode; None: half the cores, at most 4. 0: only the caller's thread."""
     _optional: ClassVar[tuple[str, ...]] = ("epochs", "num_threads")  # the integers that may be None
+
+    def __init_subclass__(cls) -> None:
+        """Append the fields of the bases to the docstring, since `help` shows no other."""
+        super().__init_subclass__()
+        texts = [inspect.cleandoc(base.__doc__ or "") for base in cls.__mro__ if issubclass(base, Source)]
+        of_bases = {match[1]: match[0] for text in reversed(texts[1:]) for match in _FIELD.finditer(text)}
+        missing = [text for name, text in of_bases.items() if f"\n{name}: " not in texts[0]]
+        cls.__doc__ = "\n".join([texts[0], *([] if _FIELD.search(texts[0]) else [""]), *missing])
 
     def __post_init__(self) -> None:
         where = type(self).__name__
@@ -266,13 +281,15 @@ class Source(Config, ABC):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class FileSource(Source):
-    """A declaration of files."""
+    """A declaration of files.
+
+    path: a file, folder, glob or URL, or a list of those.
+    filesystem: the filesystem of the path, from pyarrow.fs or fsspec. None: the path decides.
+    """
 
     path: Any
-    """A file, folder, glob or URL, or a list of those."""
     _: dataclasses.KW_ONLY
     filesystem: Any = None
-    """The filesystem of the path, from pyarrow.fs or fsspec. None: the path decides."""
 
     def signature(self) -> dict[str, Any]:
         files = files_signature(self.path, self.filesystem) if self._has_files() else {}
@@ -285,10 +302,12 @@ class FileSource(Source):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class RowBlockSource(Source):
-    """A declaration of typed rows, which are read a number of rows at a time."""
+    """A declaration of typed rows, which are read a number of rows at a time.
+
+    block_rows: the approximate number of rows that are read at a time.
+    """
 
     block_rows: int = 32768
-    """The approximate number of rows that are read at a time."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

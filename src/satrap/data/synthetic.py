@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from satrap.config.location import local_path
 from satrap.config.optional_deps import pyarrow_for
-from satrap.config.validation import check_integer
+from satrap.config.validation import KnownArguments, check_integer
 from satrap.errors import ConfigError
 from satrap.monitor.metrics import Evaluation
 
@@ -67,30 +67,32 @@ class BestMetrics(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Clicks:
-    """A set of samples. Reading it draws them, always the same ones."""
+class Clicks(KnownArguments):
+    """A set of samples. Reading it draws them, always the same ones.
+
+    num_samples: the number of samples.
+    num_dense: the number of dense features: I1, I2, ...
+    num_ids: the number of features with one id each: C1, C2, ...
+    cardinalities: the number of ids of each feature, in a list; or of all features together, which then grow by a
+        constant factor from 4 ids on: 1000 for three features gives 4, 61 and 935.
+    zipf: the share of a feature's k-th most frequent id falls with k ** -zipf; 0 is uniform.
+    num_factors: the number of latent factors of an id: the rank of the interaction of each two features.
+    base_rate: the share of labels that are 1.
+    strength: the standard deviation of the logit: how much there is to learn. The default's best AUC is about 0.82.
+    seed: the seed of the true model and of the draws.
+    first_sample: the number of the first sample.
+    """
 
     num_samples: int
-    """The number of samples."""
     num_dense: int = 13
-    """The number of dense features: I1, I2, ..."""
     num_ids: int = 26
-    """The number of features with one id each: C1, C2, ..."""
     cardinalities: int | Sequence[int] = 1_000_000
-    """The number of ids of each feature, in a list; or of all features together, which then grow by a constant factor
-    from 4 ids on: 1000 for three features gives 4, 61 and 935."""
     zipf: float = 1.05
-    """The share of a feature's k-th most frequent id falls with k ** -zipf; 0 is uniform."""
     num_factors: int = 4
-    """The number of latent factors of an id: the rank of the interaction of each two features."""
     base_rate: float = 0.25
-    """The share of labels that are 1."""
     strength: float = 1.5
-    """The standard deviation of the logit: how much there is to learn. The default's best AUC is about 0.82."""
     seed: int = 0
-    """The seed of the true model and of the draws."""
     first_sample: int = 0
-    """The number of the first sample."""
 
     def __post_init__(self) -> None:
         for name, low in (("num_samples", 0), ("num_dense", 0), ("num_factors", 0), ("first_sample", 0), ("seed", 0)):

@@ -131,7 +131,7 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     "rate": _is_number,
     **dict.fromkeys(("step", "steps", "samples", "launch", "servers", "status"), _is_count),
     **dict.fromkeys((*MAPS, "stages", "lost"), _is_map),
-    "id": lambda value: isinstance(value, str),
+    **dict.fromkeys(("id", "best_by"), lambda value: isinstance(value, str)),
     "settings": lambda value: isinstance(value, dict),
     "is_best": lambda value: isinstance(value, bool),
     "epochs": lambda value: isinstance(value, list) and all(map(_is_count, value)),

@@ -65,9 +65,10 @@ def tiles(run: RunRecords) -> list[tuple[str, str, str]]:
             entries += [(name, number(value), remark) for _, value in curve.points[-1:]]
     evaluations = [line for loop in run.loops for line in loop.evaluations]
     for line in [run.best] if run.best else evaluations[-1:]:
-        name, value = next(iter(line["metrics"].items()), ("", None))
+        names = (line.get("best_by"), *line["metrics"])  # the metric that decides which is the best, or the first
+        name = next((name for name in names if name in line["metrics"]), "")
         which = "best" if run.best else "last"
-        entries.append((f"Validation {name}", number(value), f"{which}, step {line['step']:,}"))
+        entries.append((f"Validation {name}", number(line["metrics"].get(name)), f"{which}, step {line['step']:,}"))
     rows, memory = ([curve.last for curve in run.curves.get(key, ())] for key in ("rows", "bytes"))
     if any(rows):
         entries.append(("Rows", short(sum(rows)), f"in {len(rows)} tables"))

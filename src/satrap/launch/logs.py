@@ -7,6 +7,7 @@ its log are shown. Events are records of the logger "satrap.launch", which a han
 
 import logging
 import os
+import re
 import sys
 import time
 from collections.abc import Iterable
@@ -33,6 +34,7 @@ from satrap.monitor.sinks import BAR_SECONDS
 from satrap.monitor.status_line import draws_in_place
 
 _LOG = logging.getLogger("satrap.launch")
+_SAVED = re.compile(r"satrap run: save of step \S+ into .* done")
 _TAIL_LINES = 20
 _TAIL_BYTES = 1 << 14
 
@@ -64,6 +66,7 @@ class RunLogs:
         self._unwritten_records: dict[Path, int] = {}
         self._incomplete_records: dict[Process, bytes] = {}  # the start of a line
         self._incomplete_line = b""  # what the first trainer has begun to log
+        self._last_save: str | None = None  # its line of the last save, if not shown; None: it has not saved yet
         self.places: dict[Process, str] = {}
         """Process id and machine of each process that runs."""
         self.metrics: dict[Process, str] = {}
@@ -156,15 +159,21 @@ class RunLogs:
             )
 
     def _without_routine(self, data: bytes) -> bytes:
-        """Return what the terminal shows of the first trainer's standard error: its lines of progress only where no
-        line below shows them. What begins like a line of its log is kept until the line is complete."""
+        """Return what the terminal shows of the first trainer's standard error: its lines of progress, and of saves
+        between the first and the last, only where no line below shows how far it is. What begins like a line of its log
+        is kept until the line is complete."""
         lines = (self._incomplete_line + data).splitlines(keepends=True)
         self._incomplete_line = b""
         if lines and not lines[-1].endswith(b"\n") and is_routine(lines[-1].decode(errors="replace")):
             self._incomplete_line = lines.pop()
         lines = [line for line in lines if not (self._has_line and is_progress(line))]
-        shown = (message_for_terminal(line.decode(errors="surrogateescape")) for line in lines)
-        return "".join(line for line in shown if line is not None).encode(errors="surrogateescape")
+        shown = []
+        for line in lines:
+            text = message_for_terminal(line.decode(errors="surrogateescape")) or ""
+            if self._has_line and _SAVED.match(text):
+                text, self._last_save = (text, "") if self._last_save is None else ("", text)
+            shown.append(text)
+        return "".join(shown).encode(errors="surrogateescape")
 
     def _on_records(self, process: Process, data: bytes) -> None:
         """Keep a trainer's records, except those that are only shown."""
@@ -182,7 +191,8 @@ class RunLogs:
     def _on_exit(self, process: Process, *, failed: bool) -> None:
         start_offset = self._start_offsets.pop(process)
         if _is_shown(process):
-            self._incomplete_line = b""
+            self._stderr.write((self._last_save or "").encode(errors="surrogateescape"))
+            self._incomplete_line, self._last_save = b"", None
         if incomplete := self._incomplete_records.pop(process, b""):
             self._append_record(process, incomplete)
         if failed and not _is_shown(process) and (tail := self._tail(process, start_offset)):

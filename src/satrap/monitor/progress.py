@@ -164,7 +164,7 @@ class Progress:
             raise InputError("Progress.report_evaluation: this Progress is closed; create a new one")
         self._meter.leave_out(seconds)
         if self._record is not None:
-            self._record.add_evaluation(self._clock(), step, metrics, is_best, seconds)
+            self._record.add_evaluation(self._clock(), step, metrics, seconds, is_best=is_best, best_by=best_by)
         evaluation = {"step": step, "validation": dict(metrics), "is_best": is_best, "best_by": best_by}
         self._report(self._clock(), evaluation)
 

@@ -115,9 +115,10 @@ class TrainingRecord:
         self._meter.log(values)
 
     def add_evaluation(
-        self, now: float, step: int, metrics: Mapping[str, float], is_best: bool | None, seconds: float
+        self, now: float, step: int, metrics: Mapping[str, float], seconds: float, **judgement: Any
     ) -> None:
-        """Record the metrics of an evaluation, and that its seconds were not spent on training."""
+        """Record the metrics of an evaluation, and that its seconds were not spent on training. judgement: `is_best`
+        and `best_by`, as in `Progress.report_evaluation`."""
         self._meter.leave_out(seconds)
         self._left_out += seconds
         elapsed = now - self._started
@@ -128,8 +129,8 @@ class TrainingRecord:
             seconds=elapsed,
             step=step,
             metrics=metrics,
-            is_best=is_best,
             took=seconds,
+            **judgement,
         )
 
     def close(self, now: float, error: BaseException | None = None) -> None:

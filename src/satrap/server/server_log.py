@@ -34,8 +34,8 @@ class ServerLog:
         rows = sum(len(table) for table in state.tables.values())
         attempt, step = state.engine.attempt, state.engine.latest_step
         extra = event("rows_found", rows=rows, tables=len(state.tables), attempt=attempt)
-        text = "found %d rows of %d tables in %s, of attempt %d, up to step %d"
-        _LOG.info(text, rows, len(state.tables), shared, attempt, step, extra=extra)
+        text = f"found {rows:,} rows of %d tables in %s, of attempt %d, up to step {step:,}"
+        _LOG.info(text, len(state.tables), shared, attempt, extra=extra)
 
     def record_job(self, state: ServerState) -> None:
         """Log the job that the first handshake brought."""

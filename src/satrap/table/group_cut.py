@@ -93,7 +93,7 @@ class GroupCut:
         if is_beside:
             threads = max(1, threads // _THREADS_OF_WRITER)
         total = sum(cut.rows * row_bytes(cut.slot.table) for cut in self._cuts.values()) if is_full else None
-        what = f"save of {self._where} at step {first.latest_step}"
+        what = f"save of {self._where} at step {first.latest_step:,}"
         try:
             with Transfer(_LOG, "save", what, total=total, among=first.slot.transfers):
                 for name, cut in self._cuts.items():

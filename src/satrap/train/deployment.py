@@ -11,7 +11,7 @@ from os import PathLike
 from typing import Any, Literal, Self
 
 from satrap.config.location import local_path
-from satrap.config.validation import check_choice, check_flag, set_field
+from satrap.config.validation import KnownArguments, check_choice, check_flag, set_field
 from satrap.errors import ConfigError
 from satrap.hidden_names import internal
 from satrap.run_context import current_context
@@ -21,29 +21,31 @@ _FILES = {"keys": " in it: client.key, which `satrap keys` wrote", "shared": " t
 
 @internal("in_context")
 @dataclass(frozen=True, slots=True)
-class Deployment:
+class Deployment(KnownArguments):
     """Where the rows of an `Embeddings` are, and how to reach them. The default is this process; with several trainers,
-    the processes of all of them; under `satrap run`, the run's servers and workers."""
+    the processes of all of them; under `satrap run`, the run's servers and workers.
+
+    servers: addresses of the `satrap server` processes that hold the rows, "ipc:///folder/name" or "tcp://host:port",
+        always in the same order. The default under `satrap run` is the run's servers.
+    workers: addresses of the `satrap worker` processes, which read the files of declared sources, look up and update;
+        each trainer uses the worker of its rank. This process looks up data from other sources. The default under
+        `satrap run` is the run's workers; [] means none.
+    keys: path of the client.key file that `satrap keys` wrote, for servers at tcp:// addresses.
+    wire: format of rows and gradients on the network. "float32" sends them bit for bit; "float16" sends half the bytes,
+        with each number rounded by at most 2^-11 of the largest magnitude in its row, and never overflows. With workers
+        it holds twice: between servers and workers, and between a worker and its trainers.
+    shared: path of a new shared-memory file for rows in this process, which then outlive it.
+    take_over: take the servers from another process that trains on them, which ends its training. The default refuses
+        such servers. To read the rows of a live run use a `Reader`.
+    """
 
     servers: Sequence[str] | None = None
-    """Addresses of the `satrap server` processes that hold the rows, "ipc:///folder/name" or "tcp://host:port", always
-    in the same order. The default under `satrap run` is the run's servers."""
     _: KW_ONLY
     workers: Sequence[str] | None = None
-    """Addresses of the `satrap worker` processes, which read the files of declared sources, look up and update; each
-    trainer uses the worker of its rank. This process looks up data from other sources. The default under `satrap run`
-    is the run's workers; [] means none."""
     keys: str | PathLike[str] | None = None
-    """Path of the client.key file that `satrap keys` wrote, for servers at tcp:// addresses."""
     wire: Literal["float32", "float16"] = "float32"
-    """Format of rows and gradients on the network. "float32" sends them bit for bit; "float16" sends half the bytes,
-    with each number rounded by at most 2^-11 of the largest magnitude in its row, and never overflows. With workers it
-    holds twice: between servers and workers, and between a worker and its trainers."""
     shared: str | PathLike[str] | None = None
-    """Path of a new shared-memory file for rows in this process, which then outlive it."""
     take_over: bool = False
-    """Take the servers from another process that trains on them, which ends its training. The default refuses such
-    servers. To read the rows of a live run use a `Reader`."""
 
     def __post_init__(self) -> None:
         for name in ("servers", "workers"):

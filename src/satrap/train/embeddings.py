@@ -17,11 +17,11 @@ from torch import Tensor
 
 from satrap.config.features import Feature, Features
 from satrap.config.tables import Table, require_frozen_ids
-from satrap.config.validation import check_choice, check_integer, kind_of, suggest
+from satrap.config.validation import check_choice, check_integer, kind_of, require_known
 from satrap.data.inputs import Inputs
 from satrap.device.home_memory import DTYPES
 from satrap.device.torch_device import resolve_device
-from satrap.errors import ConfigError
+from satrap.errors import ConfigError, SourceError
 from satrap.hidden_names import internal
 from satrap.monitor.report import Counters
 from satrap.table.table_group import TableGroup
@@ -212,9 +212,13 @@ class Embeddings(torch.nn.Module):
             raise ConfigError(f"device is {str(target)!r}; expected {str(self.worker.device)!r}, where the rows are")
         if overlap is None:
             overlap = target.type != "cpu" or self._overlaps() or self.worker.can_read(data)
-        return (
-            session.train_on(data, target, accumulate, overlap) if train else session.evaluate_on(data, target, overlap)
-        )
+        try:
+            if train:
+                return session.train_on(data, target, accumulate, overlap)
+            return session.evaluate_on(data, target, overlap)
+        except SourceError as error:
+            error.__traceback__ = None  # leads through readers; the message says where in the data
+            raise
 
     def prefetch(
         self, loader: Iterable[Any], ids: IdsOf, *, accumulate: int = 1, overlap: bool | None = None
@@ -368,8 +372,8 @@ def _require_no_converted(dense: torch.optim.Optimizer) -> None:
 
 def _refuse(unknown: Mapping[str, Any]) -> None:
     """Raise TypeError if there are arguments that `Embeddings` does not have."""
-    moved = {option.name for option in fields(Deployment)}
-    known = list(Embeddings.__init__.__kwdefaults__ or {})
-    for name in unknown:
-        hint = f"write deployment=satrap.Deployment({name}=...)" if name in moved else suggest(name, known)
-        raise TypeError(f"Embeddings got an unexpected keyword argument {name!r}: {hint}")
+    for name in (option.name for option in fields(Deployment) if option.name in unknown):
+        raise TypeError(
+            f"Embeddings got an unexpected keyword argument {name!r}: write deployment=satrap.Deployment({name}=...)"
+        )
+    require_known("Embeddings", unknown, Embeddings.__init__.__kwdefaults__ or {})

@@ -30,7 +30,7 @@ from functools import partial
 from typing import Any, Generic, Protocol
 
 from satrap.data.inputs import Inputs
-from satrap.errors import ForkError, NonFiniteError, SatrapError, StreamError
+from satrap.errors import ForkError, NonFiniteError, SatrapError, SourceError, StreamError
 from satrap.interrupts import SLICE_SECONDS, Uninterrupted
 from satrap.train.ledger import Action, BatchLedger, Event, Record, Stage, State, Update
 
@@ -355,6 +355,8 @@ class PrefetchPipeline(Generic[Record]):
         error.add_note(f"in the {stage.value} stage of the stream, near step {self._ledger.next_step}")
         if isinstance(error, NonFiniteError):
             error.add_note(_NOT_FINITE)
+        if isinstance(error, SourceError):
+            error.__traceback__ = None  # leads through readers; the message says where in the data
         if stage is Stage.UPDATE and isinstance(error, SatrapError):  # refused; other errors are retried
             self._ledger.end_update("failed")
         if self._error is None or (self._is_reported and stage is Stage.UPDATE):

@@ -50,7 +50,7 @@ def require_own_rows(worker: Worker, trainers: ProcessGroup, step: int, join_att
     if latest > step == 0 and context is not None and (context.launch or context.clear):
         # An earlier launch ended without a checkpoint: the run starts again.
         if not context.launch:
-            _LOG.warning("starts at step 0: found no checkpoint to resume; removes rows of step %d", latest)
+            _LOG.warning("starts at step 0: found no checkpoint to resume; removes rows of step %s", f"{latest:,}")
         tables: Any = worker.tables  # on servers
         trainers.run_first(tables.clear, StreamError)
         join_attempt()

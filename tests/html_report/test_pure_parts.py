@@ -10,6 +10,7 @@ from html.parser import HTMLParser
 from itertools import groupby, pairwise
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import given
 
 from satrap.html_report.chart import (
@@ -27,7 +28,7 @@ from satrap.html_report.chart import (
 from satrap.html_report.figures import bins
 from satrap.html_report.markup import element, escape, json_script
 from satrap.html_report.run_records import Loop, Point, RunRecords, Series, cuts, rates, series_of
-from satrap.html_report.summary import warnings
+from satrap.html_report.summary import tiles, warnings
 
 numbers = st.floats(-1e12, 1e12)
 points = st.lists(st.tuples(numbers, st.none() | numbers), max_size=200)
@@ -276,3 +277,14 @@ def test_the_rate_of_all_trainers_is_the_sum(one: list[int], other: list[int], t
         found = rates(each + again, launch[0])
         assert [step for step, _ in found] == [interval["step"] for interval in launch[0].intervals]
         assert {rate for _, rate in found} == {10.0 * trainers}
+
+
+@pytest.mark.parametrize(("watched", "value"), [("log_loss", "0.6"), ("auc", "0.7"), (None, "0.7")])
+def test_the_tile_of_the_best_evaluation_has_the_metric_that_decided(watched: str | None, value: str) -> None:
+    judgement = {"is_best": True, "best_by": watched} if watched else {}
+    run = RunRecords(name="run", loops=[loop(0, 1, 1, [1])])
+    run.loops[0].start = {"at": 0.0}
+    run.loops[0].intervals[0]["samples"] = 10
+    run.loops[0].evaluations.append({"step": 1, "metrics": {"auc": 0.7, "log_loss": 0.6}} | judgement)
+    which = "last" if watched is None else "best"
+    assert (f"Validation {watched or 'auc'}", value, f"{which}, step 1") in tiles(run)

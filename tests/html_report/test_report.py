@@ -199,17 +199,6 @@ def test_forged_records_of_any_types_are_shown_or_left_out(tmp_path: Path, seed:
         assert shown(tmp_path).encode("utf-8", "replace").startswith(b"<!doctype html>")
 
 
-@pytest.mark.parametrize(("watched", "value"), [("log_loss", "0.6"), ("auc", "0.7"), (None, "0.7")])
-def test_the_tile_of_the_best_evaluation_has_the_metric_that_decided(
-    watched: str | None, value: str, tmp_path: Path
-) -> None:
-    judgement = {"is_best": True, "best_by": watched} if watched else {}
-    evaluation = {"kind": "evaluation", "id": "a", "at": AT, "step": 1, "metrics": {"auc": 0.7, "log_loss": 0.6}}
-    write(tmp_path, "trainer-0", start(), interval(1), evaluation | judgement)
-    which = "last" if watched is None else "best"
-    assert (f"Validation {watched or 'auc'}", value, f"{which}, step 1") in tiles(read_run(tmp_path))
-
-
 def test_memory_of_servers_is_drawn_at_the_steps_of_the_first_trainer(tmp_path: Path) -> None:
     """What was measured before its first record, or after its last one, has no step."""
     rates: list[dict[str, Any]] = [

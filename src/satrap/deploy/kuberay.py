@@ -119,10 +119,7 @@ def _head_group(job: DeployJob) -> dict[str, Any]:
 
 def _worker_group(job: DeployJob, role: str) -> dict[str, Any]:
     size: Role = getattr(job, role)
-    probes = {
-        "livenessProbe": _raylet_probe(failures=60),
-        "readinessProbe": _raylet_probe(failures=12),
-    }
+    probes = {"livenessProbe": _raylet_probe(failures=60), "readinessProbe": _raylet_probe(failures=12)}
     image = job.trainer_image if role == "trainers" else job.image.cpu
     ports = {"metrics": _RAY_METRICS_PORT, **pods.http_ports(size.per_pod)}
     return {
@@ -132,8 +129,7 @@ def _worker_group(job: DeployJob, role: str) -> dict[str, Any]:
         "maxReplicas": size.pods,
         "labels": Note("Labels of the Ray node: its dashboard shows them.", {"satrap-role": role}),
         "resources": Note(
-            "A process of this role requests one, and no other process does.",
-            {RAY_RESOURCES[role]: str(size.per_pod)},
+            "A process of this role requests one, and no other process does.", {RAY_RESOURCES[role]: str(size.per_pod)}
         ),
         "rayStartParams": _ray_start_params(),
         "template": _pod(job, role, image, ports, probes, [], []),

@@ -78,10 +78,9 @@ class Runs:
     def _some(self, at: Any, here: Any) -> Self:
         """Return some runs. at: which, for tensors. here: the same, for arrays."""
         which = {"frames": at, "begin": at, "end": at, "keys": at, "ids": here, "at_home": here}
-        fields = {name: getattr(self, name) for name in which}
-        return replace(
-            self, **{name: None if of_all is None else of_all[which[name]] for name, of_all in fields.items()}
-        )
+        fields = ((name, getattr(self, name)) for name in which)
+        parts: Any = {name: None if of_all is None else of_all[which[name]] for name, of_all in fields}
+        return replace(self, **parts)
 
 
 def _at_home(frames: NDArray[np.int32]) -> NDArray[np.int32] | None:

@@ -109,7 +109,7 @@ def test_half_sent_messages_of_strangers_are_bounded_together(tmp_path: Path) ->
 
 def test_a_connection_is_closed_while_its_peer_sends() -> None:
     """A message without an end, and four silent connections, of which there may be four: what the message took is
-    free again, though its peer goes on."""
+    free again, though its peer continues."""
     peers: list[socket.socket] = []
     with server_process(LOOPBACK, "files=136") as (process, address), closing_all(peers):
         before = resident_bytes(process.pid)

@@ -37,11 +37,7 @@ class Catalog:
     """The versions found by one scan of the folder."""
 
     def __init__(
-        self,
-        parents: Mapping[str, str | None],
-        torn: Iterable[str],
-        used: Iterable[str] = (),
-        best: Iterable[str] = (),
+        self, parents: Mapping[str, str | None], torn: Iterable[str], used: Iterable[str] = (), best: Iterable[str] = ()
     ) -> None:
         """parents: the parent of each version that counts.
 

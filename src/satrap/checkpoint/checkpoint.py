@@ -31,13 +31,7 @@ from typing import Any
 import torch
 
 from satrap.checkpoint.checkpoint_writer import CheckpointWriter, Draft, in_background
-from satrap.checkpoint.run_directory import (
-    STATE,
-    CheckpointManifest,
-    RunDirectory,
-    require_rows,
-    table_folders,
-)
+from satrap.checkpoint.run_directory import STATE, CheckpointManifest, RunDirectory, require_rows, table_folders
 from satrap.checkpoint.state_dict_file import FrozenState, read_state, require_model
 from satrap.checkpoint.trainer_state import divided, gathered_states, random_state, set_random_state
 from satrap.config.validation import kind_of

@@ -257,11 +257,7 @@ def _add_plan(commands: Commands) -> None:
         epilog="Example: satrap plan train.py --machines machines.toml --samples-per-second 1e6 -- --epochs 3",
     )
     plan.add_argument(
-        "job",
-        nargs="?",
-        type=path_option,
-        metavar="JOB",
-        help="description of the job in TOML, or a training script",
+        "job", nargs="?", type=path_option, metavar="JOB", help="description of the job in TOML, or a training script"
     )
     machines = "list of machine types with their prices, such as examples/planning/machines.toml; required with JOB"
     add_path(plan, "--machines", machines)

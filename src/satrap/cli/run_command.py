@@ -3,6 +3,7 @@
 import argparse
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +36,7 @@ _FILES_PER_PROCESS, _FILES = 4, 10
 
 def run_script(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Run the script with these arguments to its end, and return its exit status."""
-    run_config = RunConfig(
-        servers=options.servers,
-        workers=options.workers,
-        trainers=options.trainers,
-        restarts=options.restarts,
-        max_servers=options.max_servers,
-    )
+    run_config = RunConfig(**{field.name: getattr(options, field.name) for field in fields(RunConfig)})
     _check_server_gib(options)
     if options.cluster == "ray":
         return _run_on_ray(options, arguments, run_config)
@@ -65,27 +60,20 @@ def _run_on_ray(options: argparse.Namespace, arguments: Sequence[str], run_confi
     except ImportError as error:
         raise ConfigError(f"--cluster ray requires Ray ({error}): pip install 'satrap[ray]'") from error
     resources = {role: _resources(options, role) for role in Role}
-    seconds = 60.0 if options.placement_seconds is None else options.placement_seconds
     ray_config = RayConfig(
         address=options.address,
         memory=options.memory,
-        placement_seconds=seconds,
+        placement_seconds=60.0 if options.placement_seconds is None else options.placement_seconds,
         resources=resources,
         node_output=None if options.node_output is None else str(options.node_output),
     )
     script = _script(options, arguments, {role: resources[role].cpus for role in Role})
+    settings = _settings(options, arguments, run_config)
     with (
         lock_run_folder(options.folder),
         RunLogs(options.folder / "logs", options.log_format) as logs,
         open_ray_launcher(script, run_config, ray_config, logs) as launcher,
-        monitor_run(
-            options.http,
-            options.folder,
-            logs,
-            _settings(options, arguments, run_config),
-            launcher.client_key,
-            launcher.host,
-        ) as monitor,
+        monitor_run(options.http, options.folder, logs, settings, launcher.client_key, launcher.host) as monitor,
     ):
         scaler = _scaler(options, launcher.keys, resources[Role.SERVER].memory_bytes)
         return run(script, run_config, options.folder, launcher, scaler, monitor)
@@ -93,16 +81,8 @@ def _run_on_ray(options: argparse.Namespace, arguments: Sequence[str], run_confi
 
 def _settings(options: argparse.Namespace, arguments: Sequence[str], run_config: RunConfig) -> dict[str, Any]:
     """Return the settings of a run, for its record."""
-    return {
-        "script": str(options.script),
-        "arguments": list(arguments),
-        "cluster": options.cluster,
-        "servers": run_config.servers,
-        "workers": run_config.workers,
-        "trainers": run_config.trainers,
-        "restarts": run_config.restarts,
-        "max_servers": run_config.max_servers,
-    }
+    script = {"script": str(options.script), "arguments": list(arguments), "cluster": options.cluster}
+    return script | asdict(run_config)
 
 
 def _check_server_gib(options: argparse.Namespace) -> None:

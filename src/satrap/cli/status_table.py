@@ -34,9 +34,7 @@ def summarize(now: Mapping[str, Any], before: Mapping[str, Any] | None) -> dict[
     step = max((answer["step"] for answer in servers.values()), default=None)
     return {
         "at": now["at"],
-        "phase": None if run is None else run["phase"],
-        "launch": None if run is None else run["launch"],
-        "started_at": None if run is None else run["started_at"],
+        **{key: None if run is None else run[key] for key in ("phase", "launch", "started_at")},
         "step": step,
         "steps_per_second": _steps_per_second(step, now, before),
         "rows": sum(_sum_of(answer, "rows") for answer in servers.values()),
@@ -177,7 +175,8 @@ def _headline(summary: Mapping[str, Any]) -> str:
     at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(summary["at"]))
     if summary["phase"] is None:
         return f"{at} | servers started by hand"
-    return f"{at} | {summary['phase']} | launch {summary['launch']} | running for {_ago(summary, 'started_at')}"
+    running = _clock(summary["at"] - summary["started_at"])
+    return f"{at} | {summary['phase']} | launch {summary['launch']} | running for {running}"
 
 
 def _checkpoint_line(summary: Mapping[str, Any]) -> str:
@@ -232,10 +231,6 @@ def _cells(process: Mapping[str, Any]) -> tuple[str, ...]:
         shown(process["staleness"]),
         shown(process["restarts"]),
     )
-
-
-def _ago(summary: Mapping[str, Any], key: str) -> str:
-    return _clock(summary["at"] - summary[key])
 
 
 def _clock(seconds: float) -> str:

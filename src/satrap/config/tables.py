@@ -375,12 +375,7 @@ _KINDS: dict[str, tuple[type[Config], ...]] = {
     "initial": get_args(Initial),
     "admission": get_args(Admission),
 }
-_LARGEST = {
-    "num_rows": _MAX_ROWS,
-    "capacity": _MAX_ROWS,
-    "expire_after": LAST_STEP,
-    "num_buckets": MAX_BUCKETS,
-}
+_LARGEST = {"num_rows": _MAX_ROWS, "capacity": _MAX_ROWS, "expire_after": LAST_STEP, "num_buckets": MAX_BUCKETS}
 _CHOICES = {
     "dtype": tuple(_LARGEST_VALUE),
     "on_full": ("evict", "raise", "grow"),

@@ -379,14 +379,7 @@ class _EpochReader:
         last = taken[-1]
         group, num_consumed = last.window.group, last.window.before + last.end
         position = Position(
-            self.start.epoch,
-            group.block,
-            number,
-            num_consumed,
-            last.window.end,
-            group.rows,
-            self.before,
-            group.offset,
+            self.start.epoch, group.block, number, num_consumed, last.window.end, group.rows, self.before, group.offset
         )
         if last.window.ready_batch is not None and last.begin == 0 and last.end == n == len(last.window):
             return replace(last.window.ready_batch, position=position)

@@ -44,10 +44,7 @@ def unaligned(columns: Columns, bags: Sequence[Any]) -> Iterator[tuple[NDArray[n
             continue
         names = [f"{name!r} (column {columns.ids[numbers[name]].name!r})" for name in (feature, other)]
         lengths = [_lengths(columns.declared[name], *bags[numbers[name]][:2]) for name in (feature, other)]
-        yield (
-            lengths[0] != lengths[1],
-            partial(_describe_unaligned, names, lengths),
-        )
+        yield (lengths[0] != lengths[1], partial(_describe_unaligned, names, lengths))
 
 
 def _describe_unaligned(names: Sequence[str], lengths: Sequence[NDArray[np.int64]], row: int) -> str:

@@ -44,10 +44,7 @@ def _network_policy(job: DeployJob, target: str) -> dict[str, Any]:
         metrics["endPort"] = last
     ingress: list[Any] = [
         Note("The pods of the run.", {"from": [{"podSelector": {"matchLabels": pods.labels(job)}}]}),
-        Note(
-            "Metrics, for Prometheus in any namespace: nothing can be changed through them.",
-            {"ports": [metrics]},
-        ),
+        Note("Metrics, for Prometheus in any namespace: nothing can be changed through them.", {"ports": [metrics]}),
     ]
     if target == "kuberay":
         submitter = {"podSelector": {"matchLabels": {"batch.kubernetes.io/job-name": job.name}}}

@@ -59,7 +59,8 @@ def ray_job(job: DeployJob) -> dict[str, Any]:
 def entrypoint(job: DeployJob) -> Command:
     """Return the command line of the run."""
     words = ["satrap", "run", job.script, "--cluster", "ray", "--address", "auto"]
-    words += ["--placement-seconds", str(_PLACEMENT_SECONDS), "--folder", _run_folder(job)]
+    folder = RUN_FOLDER if job.storage.volume is None else f"{VOLUME_PATH}/{job.name}/run"
+    words += ["--placement-seconds", str(_PLACEMENT_SECONDS), "--folder", folder]
     words += ["--http", f"*:{HTTP_PORT}", "--log-format", "json", "--node-output", pods.STANDARD_OUTPUT]
     for role, resource in RAY_RESOURCES.items():
         size: Role = getattr(job, role)
@@ -89,10 +90,6 @@ def _size(num_bytes: int) -> str:
     return f"{text}B" if text.endswith("i") else text
 
 
-def _run_folder(job: DeployJob) -> str:
-    return RUN_FOLDER if job.storage.volume is None else f"{VOLUME_PATH}/{job.name}/run"
-
-
 def _head_group(job: DeployJob) -> dict[str, Any]:
     ports = {
         "gcs-server": _GCS_PORT,
@@ -119,10 +116,7 @@ def _head_group(job: DeployJob) -> dict[str, Any]:
 
 def _worker_group(job: DeployJob, role: str) -> dict[str, Any]:
     size: Role = getattr(job, role)
-    probes = {
-        "livenessProbe": _raylet_probe(failures=60),
-        "readinessProbe": _raylet_probe(failures=12),
-    }
+    probes = {"livenessProbe": _raylet_probe(failures=60), "readinessProbe": _raylet_probe(failures=12)}
     image = job.trainer_image if role == "trainers" else job.image.cpu
     ports = {"metrics": _RAY_METRICS_PORT, **pods.http_ports(size.per_pod)}
     return {
@@ -132,8 +126,7 @@ def _worker_group(job: DeployJob, role: str) -> dict[str, Any]:
         "maxReplicas": size.pods,
         "labels": Note("Labels of the Ray node: its dashboard shows them.", {"satrap-role": role}),
         "resources": Note(
-            "A process of this role requests one, and no other process does.",
-            {RAY_RESOURCES[role]: str(size.per_pod)},
+            "A process of this role requests one, and no other process does.", {RAY_RESOURCES[role]: str(size.per_pod)}
         ),
         "rayStartParams": _ray_start_params(),
         "template": _pod(job, role, image, ports, probes, [], []),
@@ -169,10 +162,9 @@ def _pod(
         ]
     first: dict[str, Any] = {}
     if job.ray_tls is not None:
-        names = {"CERT": "tls.crt", "KEY": "tls.key"}
+        names = {"SERVER_CERT": "tls.crt", "SERVER_KEY": "tls.key", "CA_CERT": "ca.crt"}
         env += [{"name": "RAY_USE_TLS", "value": "1"}]
-        env += [{"name": f"RAY_TLS_SERVER_{name}", "value": f"{TLS_FOLDER}/{file}"} for name, file in names.items()]
-        env += [{"name": "RAY_TLS_CA_CERT", "value": f"{TLS_FOLDER}/ca.crt"}]
+        env += [{"name": f"RAY_TLS_{name}", "value": f"{TLS_FOLDER}/{file}"} for name, file in names.items()]
         volumes += [
             {"name": "ray-tls", "emptyDir": {"medium": "Memory", "sizeLimit": "1Mi"}},
             {"name": "ray-ca", "secret": {"secretName": job.ray_tls}},

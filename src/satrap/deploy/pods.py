@@ -92,20 +92,15 @@ def placement(job: DeployJob, role: str) -> dict[str, Any]:
     """Return the parts of a pod's spec that say under which account and on which nodes it runs, and how long it may
     take to stop."""
     size: Role = getattr(job, role)
-    placed: dict[str, Any] = {}
-    if job.service_account is not None:
-        placed["serviceAccountName"] = job.service_account
-    if job.priority is not None:
-        placed["priorityClassName"] = job.priority
-    if job.pull_secrets:
-        placed["imagePullSecrets"] = [{"name": pull_secret} for pull_secret in job.pull_secrets]
-    selector = {} if job.zone is None else {ZONE_LABEL: job.zone}
-    selector |= {} if size.machine is None else {MACHINE_LABEL: size.machine}
-    selector |= size.node_labels
-    if selector:
-        placed["nodeSelector"] = selector
-    if tolerations := _tolerations(role, size):
-        placed["tolerations"] = tolerations
+    labels_of_nodes = {ZONE_LABEL: job.zone, MACHINE_LABEL: size.machine, **size.node_labels}
+    given = {
+        "serviceAccountName": job.service_account,
+        "priorityClassName": job.priority,
+        "imagePullSecrets": [{"name": pull_secret} for pull_secret in job.pull_secrets],
+        "nodeSelector": {name: value for name, value in labels_of_nodes.items() if value is not None},
+        "tolerations": _tolerations(role, size),
+    }
+    placed: dict[str, Any] = {key: value for key, value in given.items() if value}
     if job.zone is None:
         term = {"labelSelector": {"matchLabels": labels(job)}, "topologyKey": ZONE_LABEL}
         affinity = {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}

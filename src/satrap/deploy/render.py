@@ -15,10 +15,7 @@ _KUSTOMIZATION = "kustomization.yaml"
 
 def objects(job: DeployJob, target: str) -> dict[str, list[dict[str, Any]]]:
     """Return the objects of Kubernetes, by the name of their file. target: kuberay or kubernetes."""
-    beside = {
-        "policies.yaml": cluster_objects.policies(job, target),
-        "monitor.yaml": cluster_objects.pod_monitor(job),
-    }
+    beside = {"policies.yaml": cluster_objects.policies(job, target), "monitor.yaml": cluster_objects.pod_monitor(job)}
     if target == "kuberay":
         return {name: objects for name, objects in ({"rayjob.yaml": [ray_job(job)]} | beside).items() if objects}
     if job.working_dir is not None:
@@ -31,11 +28,7 @@ def objects(job: DeployJob, target: str) -> dict[str, list[dict[str, Any]]]:
 def manifests(job: DeployJob, target: str) -> dict[str, str]:
     """Return the files, by their names, with a kustomization of them all."""
     files = objects(job, target)
-    kustomization = {
-        "apiVersion": "kustomize.config.k8s.io/v1beta1",
-        "kind": "Kustomization",
-        "resources": list(files),
-    }
+    kustomization = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization", "resources": list(files)}
     texts = {name: _file(job, target, "---\n".join(map(document, objects))) for name, objects in files.items()}
     return texts | {_KUSTOMIZATION: _file(job, target, document(kustomization))}
 

@@ -60,13 +60,9 @@ class CollectiveLookups:
         self._exchange, self._groups, self._owned, self._thread = exchange, groups, owned, thread
         self._rows_between, self._asked = RowExchange(exchange, groups), asked
         self._updates, self._staleness, self._stream = updates, staleness, stream
-        self._num_counts = self._count_parts(groups)
+        self._num_counts = groups.num_counts
         self._to_order: FoundIds | None = None
         """What the last round has found, unless it is ordered."""
-
-    def _count_parts(self, groups: TableGroups) -> int:
-        """Return into how many parts a trainer's ids are counted."""
-        return len(groups.numbers)
 
     def submit(self, part: LookupPart) -> "Future[Any]":
         """Submit a lookup. Its result has the rows of each group of tables, owner by owner, in the order of the ids,

@@ -104,16 +104,12 @@ class CollectiveUpdates:
         self._asked, self._stream = asked, stream
         self._exchange, self._groups, self._owned, self._thread = exchange, groups, owned, thread
         self._rows_between = RowExchange(exchange, groups)
-        self._counts = slice(_COUNTS, _COUNTS + self._count_parts(groups))
+        self._counts = slice(_COUNTS, _COUNTS + groups.num_counts)
         self._rates = slice(self._counts.stop, self._counts.stop + len(groups.numbers))
         self._order, self._lock = StepOrder(), threading.Lock()
         self._applied = 0
         self._has_applied = threading.Condition()
         self._last: Future[None] | None = None
-
-    def _count_parts(self, groups: TableGroups) -> int:
-        """Return into how many parts a trainer's ids are counted."""
-        return len(groups.numbers)
 
     def start(self, step: int) -> None:
         """Continue with this step, in another stream."""

@@ -240,14 +240,8 @@ class DeviceEngine:
         """Write the initial values and states of the ids' rows into their places."""
         memory.initialise(places, ids, self._initial[table])
 
-    def _initial_whole(self, table: int, ids: NDArray[np.uint64]) -> Part:
-        """Return the values, of 16 bits as uint16, and states that whole rows of the ids begin with."""
-        values, state = self._empty_rows(table, len(ids))
-        self.core.initial_rows(table, ids, values, state)
-        return values, state
-
     def _empty_rows(self, table: int, rows: int) -> Part:
-        """Return memory for whole rows as they are stored."""
+        """Return memory for whole rows as they are stored, values of 16 bits as uint16."""
         columns, dtype = self._columns[table], self.tables[table].dtype
         values = np.empty((rows, columns.dim), np.float32 if dtype == "float32" else np.uint16)
         return values, np.empty((rows, columns.state_dim), np.float32)
@@ -282,13 +276,17 @@ class DeviceEngine:
             present &= has_row
         return present, whole
 
-    def _add_rows(self, table: int, columns: dict[str, Any], part: Part) -> None:
-        """Add values and state to the columns of an export."""
+    def _export(self, table: int, export: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return what `export` does, with the values and states in place of the frames."""
+        with self.in_order():
+            columns = export()
+            part = self.memory(table).read(columns.pop("frame"))
         present, (columns["values"], columns["state"]) = self._whole(table, columns["id"], part)
         if not present.all():
             raise SnapshotError(
                 f"table {self.tables[table].name!r}: a row was removed while it was saved; save between two steps"
             )
+        return columns
 
     # -- as RowAccess --------------------------------------------------------------------------------------------------
 
@@ -333,7 +331,8 @@ class DeviceEngine:
             state = np.empty((len(of_table), self._columns[number].state_dim), np.float32)
             self.read(number, of_table, values, state, present)
             if table.absent == "initial":
-                initial, _ = self._initial_whole(number, of_table[~present])
+                initial, initial_state = self._empty_rows(number, int((~present).sum()))
+                self.core.initial_rows(number, of_table[~present], initial, initial_state)
                 values[~present] = self.memory(number).as_floats(initial)
             flat[at : at + values.size] = values.reshape(-1)
             at += values.size
@@ -343,20 +342,12 @@ class DeviceEngine:
         raise InputError(f"the rows are on {self.device}, where only a stream of `Embeddings` updates them")
 
     def export_rows(self, table: int, first: int, last: int, since: int) -> dict[str, NDArray[Any]]:
-        with self.in_order():
-            columns: dict[str, NDArray[Any]] = self.directory.export_rows(table, first, last, since)
-            part = self.memory(table).read(columns.pop("frame"))
-        self._add_rows(table, columns, part)
-        return columns
+        return self._export(table, lambda: self.directory.export_rows(table, first, last, since))
 
     def export_cut(self, table: int, first: int, last: int, since: int) -> dict[str, Any]:
         """Return the rows as they are now. Rows on the device and at home are changed in place, so training waits for a
         save instead of copying rows as they were at the cut."""
-        with self.in_order():
-            columns: dict[str, Any] = self.directory.export_cut(table, first, last, since)
-            part = self.memory(table).read(columns.pop("frame"))
-        self._add_rows(table, columns, part)
-        return columns
+        return self._export(table, lambda: self.directory.export_cut(table, first, last, since))
 
     def import_rows(
         self,

@@ -26,10 +26,7 @@ ALL = Share("all", None)
 
 
 def shares_of(
-    tables: Sequence[Table],
-    row_bytes: Sequence[int],
-    device_memory: DeviceMemory,
-    capacities: Sequence[int | None],
+    tables: Sequence[Table], row_bytes: Sequence[int], device_memory: DeviceMemory, capacities: Sequence[int | None]
 ) -> list[Share]:
     """Return the share of the device's memory that each table gets.
 

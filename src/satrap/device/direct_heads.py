@@ -100,7 +100,8 @@ class DirectHeads:
         if self._core.latest_step <= _LARGEST_SIGNED:
             self._stamps[at] = stamps.clamp(min=step)
         else:
-            self._stamps[at] = _as_bits(_as_numbers(stamps).clamp(min=step))
+            numbers = _as_numbers(stamps).clamp(min=step)
+            self._stamps[at] = torch.where(numbers > _LARGEST_SIGNED, numbers - (1 << 32), numbers).int()
         versions, on_device = self._current_versions()
         self._changed[at] = on_device[0] if len(set(versions)) == 1 else on_device[self._numbers.tables_of(rows)]
 
@@ -210,7 +211,3 @@ def _by_table(runs: RowRuns, amounts: Tensor) -> Tensor:
 def _as_numbers(bits: Tensor) -> Tensor:
     """Return unsigned numbers, which are stored as int32, as int64."""
     return bits.long() & 0xFFFFFFFF
-
-
-def _as_bits(numbers: Tensor) -> Tensor:
-    return torch.where(numbers > _LARGEST_SIGNED, numbers - (1 << 32), numbers).int()

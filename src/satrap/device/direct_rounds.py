@@ -37,9 +37,6 @@ class DirectLookups(CollectiveLookups):
         super().__init__(exchange, groups, *given)
         self._by_group, self._base = GroupExchange(exchange), base
 
-    def _count_parts(self, groups: TableGroups) -> int:
-        return len(groups.tables)
-
     def _exchange_rows(self, ids: Any, sent: NDArray[np.int64], headers: NDArray[np.int64]) -> tuple[list[Tensor], int]:
         counts, joins = headers[:, COUNTS:], headers[:, KIND] != IDLE
         steps = {
@@ -66,9 +63,6 @@ class DirectUpdates(CollectiveUpdates):
         `CollectiveUpdates`."""
         super().__init__(exchange, groups, *given)
         self._by_group, self._base = GroupExchange(exchange), base
-
-    def _count_parts(self, groups: TableGroups) -> int:
-        return len(groups.tables)
 
     def _apply(self, step: int, part: UpdatePart | None, own: NDArray[np.int64], headers: NDArray[np.int64]) -> None:
         sent, counts = own[:, self._counts], headers[:, self._counts]

@@ -128,10 +128,7 @@ class LaunchOrder:
     def agree(self) -> int:
         """Return the number of a round that has no ids, which trainer 0 sends to the others. All trainers call this in
         the same order."""
-        number = torch.tensor([self.number() if dist.get_rank() == 0 else 0])
-        work = dist.broadcast(number, 0, group=self._host, async_op=True)
-        _wait_in_slices(work, lambda: self.error)
-        return int(number)
+        return _from_first(self.number, self._host, lambda: self.error)
 
     @contextmanager
     def in_order(self, number: int) -> Iterator[None]:
@@ -189,9 +186,7 @@ class Exchange:
 
     def number(self) -> int:
         """Return the number of a round for `in_order`, which trainer 0 sends to the others."""
-        number = torch.tensor([self._launches.number() if self.rank == 0 else 0])
-        _wait_in_slices(dist.broadcast(number, 0, group=self._host, async_op=True), self._why_abandoned)
-        return int(number)
+        return _from_first(self._launches.number, self._host, self._why_abandoned)
 
     def texts(self, own: str) -> list[str]:
         """Send a text to all trainers, of which they get the first part; return each trainer's."""
@@ -229,6 +224,13 @@ class Exchange:
     def _why_abandoned(self) -> Exception | None:
         closed = "the embeddings were closed before all trainers had joined a step"
         return StreamError(closed) if self.is_abandoned else None
+
+
+def _from_first(number: Callable[[], int], group: dist.ProcessGroup, why_not: Callable[[], Exception | None]) -> int:
+    """Return the number that trainer 0 computes, on all trainers. why_not: as in `_wait_in_slices`."""
+    sent = torch.tensor([number() if dist.get_rank() == 0 else 0])
+    _wait_in_slices(dist.broadcast(sent, 0, group=group, async_op=True), why_not)
+    return int(sent)
 
 
 def _wait_in_slices(work: dist.Work, why_not: Callable[[], Exception | None]) -> None:

@@ -96,11 +96,7 @@ class OwnedRows(DeviceRows):
             return found.runs
 
     def _lines(
-        self,
-        joined: JoinedIds,
-        frames: NDArray[np.int32],
-        resolved: dict[str, Any],
-        counts: NDArray[np.int64],
+        self, joined: JoinedIds, frames: NDArray[np.int32], resolved: dict[str, Any], counts: NDArray[np.int64]
     ) -> list[Tensor]:
         """Copy the rows of the frames to the lines of their groups."""
         lines = self._empty_lines(counts)

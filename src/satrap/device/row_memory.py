@@ -132,10 +132,10 @@ class RowMemory:
             staged = self.staging(len(at_home))
             staged.write(np.arange(len(at_home), dtype=np.int32), values[at_home], state[at_home])
             self.send_home(staged, places[at_home])
-            others = np.flatnonzero(places >= 0)
-            places, values, state = places[others], values[others], state[others]
+            in_frames = places >= 0
+            places, values, state = places[in_frames], values[in_frames], state[in_frames]
         at = to_device(places, self.device)
-        self.values[at] = self._on_device(values)
+        self.values[at] = to_device(_bits_of(values), self.device).view(self.values.dtype)
         self.state[at] = to_device(np.require(state, requirements="W"), self.device)
 
     def initialise(self, places: NDArray[np.int32], ids: NDArray[np.uint64], initial: InitialValues) -> None:
@@ -144,19 +144,16 @@ class RowMemory:
             staged = self.staging(len(at_home))
             staged.initialise(np.arange(len(at_home), dtype=np.int32), ids[at_home], initial)
             self.send_home(staged, places[at_home])
-            in_frames = np.flatnonzero(places >= 0)
-            places, ids = places[in_frames], ids[in_frames]
+            places, ids = places[places >= 0], ids[places >= 0]
         at, drawn = to_device(places, self.device), to_device(ids.view(np.int64), self.device)
         initialise_of(self.device)(self.values, self.state, at, drawn, initial, self.layout)
 
     def read(self, places: NDArray[np.int32]) -> tuple[NDArray[Any], NDArray[np.float32]]:
         """Return the values and states of rows as they are stored; of 16 bits as uint16."""
         rows = self.staged(places)
-        values = to_host(rows.values)
-        as_stored = (
-            values.numpy() if values.dtype == torch.float32 else values.view(torch.int16).numpy().view(np.uint16)
-        )
-        return as_stored, to_host(rows.state).numpy()
+        values, state = to_host(rows.values), to_host(rows.state).numpy()
+        is_wide = values.dtype == torch.float32
+        return values.numpy() if is_wide else values.view(torch.int16).numpy().view(np.uint16), state
 
     # -- rows at home --------------------------------------------------------------------------------------------------
 
@@ -197,9 +194,6 @@ class RowMemory:
     def as_floats(self, values: NDArray[Any]) -> NDArray[np.float32]:
         """Return stored values as float32."""
         return torch.from_numpy(_bits_of(values)).view(self.values.dtype).float().numpy()
-
-    def _on_device(self, values: NDArray[Any]) -> Tensor:
-        return to_device(_bits_of(values), self.device).view(self.values.dtype)
 
 
 def what_is_free(device: torch.device) -> str:

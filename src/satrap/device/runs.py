@@ -68,28 +68,19 @@ class Runs:
     def of_tables(self, tables: range) -> Self:
         """Return the runs of some tables."""
         part = slice(self.tables[tables.start], self.tables[tables.stop])
-        return replace(
-            self,
-            frames=self.frames[part],
-            begin=self.begin[part],
-            end=self.end[part],
-            keys=None if self.keys is None else self.keys[part],
-            ids=None if self.ids is None else self.ids[part],
-            at_home=None if self.at_home is None else self.at_home[part],
-        )
+        return self._some(part, part)
 
     def take(self, runs: NDArray[np.int64]) -> Self:
         """Return some runs, for rows in the frames 0, 1, ..."""
-        at = to_device(runs, self.frames.device)
-        return replace(
-            self,
-            frames=torch.arange(len(runs), dtype=torch.int32, device=self.frames.device),
-            begin=self.begin[at],
-            end=self.end[at],
-            keys=None if self.keys is None else self.keys[at],
-            ids=None if self.ids is None else self.ids[runs],
-            at_home=None,
-        )
+        frames = torch.arange(len(runs), dtype=torch.int32, device=self.frames.device)
+        return replace(self._some(to_device(runs, self.frames.device), runs), frames=frames, at_home=None)
+
+    def _some(self, at: Any, here: Any) -> Self:
+        """Return some runs. at: which, for tensors. here: the same, for arrays."""
+        which = {"frames": at, "begin": at, "end": at, "keys": at, "ids": here, "at_home": here}
+        fields = ((name, getattr(self, name)) for name in which)
+        parts: Any = {name: None if of_all is None else of_all[which[name]] for name, of_all in fields}
+        return replace(self, **parts)
 
 
 def _at_home(frames: NDArray[np.int32]) -> NDArray[np.int32] | None:

@@ -29,6 +29,8 @@ class TableGroups:
     """How the tables of each group are divided."""
     layouts: tuple[tuple[str, int], ...]
     """The dtype and dim of each group."""
+    num_counts: int
+    """Into how many parts a trainer's ids are counted: by table, or by group if groups are of neighbours."""
 
     @classmethod
     def of(cls, tables: Sequence[Table]) -> "TableGroups":
@@ -36,7 +38,7 @@ class TableGroups:
         groups: dict[tuple[Kind, str, int], list[int]] = {}
         for number, table in enumerate(tables):
             groups.setdefault((kind_of(table), table.dtype, table.dim), []).append(number)
-        return cls._of(list(groups.items()))
+        return cls._of(list(groups.items()), num_counts=len(tables))
 
     @classmethod
     def of_neighbours(cls, tables: Sequence[Table]) -> "TableGroups":
@@ -45,15 +47,16 @@ class TableGroups:
         def layout(number: int) -> tuple[Kind, str, int]:
             return kind_of(tables[number]), tables[number].dtype, tables[number].dim
 
-        return cls._of([(key, list(numbers)) for key, numbers in groupby(range(len(tables)), layout)])
+        groups = [(key, list(numbers)) for key, numbers in groupby(range(len(tables)), layout)]
+        return cls._of(groups, num_counts=len(groups))
 
     @classmethod
-    def _of(cls, groups: list[tuple[tuple[Kind, str, int], list[int]]]) -> "TableGroups":
+    def _of(cls, groups: list[tuple[tuple[Kind, str, int], list[int]]], num_counts: int) -> "TableGroups":
         tables = tuple(tuple(of_group) for _, of_group in groups)
         numbers = np.empty(sum(map(len, tables)), np.uint32)
         for group, of_group in enumerate(tables):
             numbers[list(of_group)] = group
-        return cls(numbers, tables, tuple(key[0] for key, _ in groups), tuple(key[1:] for key, _ in groups))
+        return cls(numbers, tables, tuple(key[0] for key, _ in groups), tuple(key[1:] for key, _ in groups), num_counts)
 
     def of_kinds(self, *kinds: Kind) -> list[int]:
         """Return the tables, in order, that are divided in one of these ways."""

@@ -386,12 +386,7 @@ def pool(
 
 @_on_its_device
 def copy_sequence(
-    values: Tensor,
-    absent: Tensor,
-    frames: Tensor,
-    offsets: Tensor | None,
-    feature: int,
-    out: Tensor,
+    values: Tensor, absent: Tensor, frames: Tensor, offsets: Tensor | None, feature: int, out: Tensor
 ) -> None:
     """Copy the rows of a feature's sequences into out, [samples, length, dim]; see the reference."""
     samples, length, dim = out.shape

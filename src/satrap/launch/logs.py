@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Self, TextIO
@@ -62,8 +62,9 @@ class RunLogs:
         if log_format == "json":
             self._handlers[0].setFormatter(formatter(log_format))
         self._start_offsets: dict[Process, int] = {}  # in its log file
-        self._unwritten_bytes: dict[Path, int] = {}  # counts what a full disk kept from log files
-        self._unwritten_records: dict[Path, int] = {}
+        self._unwritten: dict[
+            Path, int
+        ] = {}  # counts what a full disk kept from files: bytes of logs, lines of records
         self._incomplete_records: dict[Process, bytes] = {}  # the start of a line
         self._incomplete_line = b""  # what the first trainer has begun to log
         self._last_save: str | None = None  # its line of the last save, if not shown; None: it has not saved yet
@@ -203,35 +204,32 @@ class RunLogs:
             _LOG.warning("%s: log file %s", process, self.path(process))
 
     def _append(self, process: Process, data: bytes) -> None:
-        """Append to a process's log file. A full disk does not end the run: the bytes that did not fit are counted,
-        and both the terminal and the log file report them."""
-        path = self.path(process)
-        unwritten = self._unwritten_bytes.pop(path, 0)
-        gap = b""
-        if unwritten:
-            gap = f"\n--- up to {unwritten} bytes are missing here: they could not be written\n".encode()
-        try:
-            with open(path, "ab") as file:
-                file.write(gap + data)
-        except OSError as error:
-            self._unwritten_bytes[path] = unwritten + len(data)
-            if not unwritten:
-                _LOG.warning(
-                    "%s cannot be written (%s); output of %s is not logged until it can", path, error.strerror, process
-                )
+        """Append to a process's log file. The terminal and the log file report the bytes that did not fit."""
+
+        def gap(unwritten: int) -> bytes:
+            return f"\n--- up to {unwritten} bytes are missing here: they could not be written\n".encode()
+
+        self._write(self.path(process), data, len(data), gap, f"output of {process} is not logged until it can")
 
     def _append_record(self, process: Process, data: bytes) -> None:
-        """Append to a trainer's record. Lines that did not fit on a full disk are counted, and the report says so."""
-        path = self.record_path(process)
-        unwritten = self._unwritten_records.pop(path, 0)
-        gap = b"\n" + encode({"kind": "gap", "missing": unwritten}) if unwritten else b""
+        """Append to a trainer's record. Lines that did not fit are counted, and the report says so."""
+
+        def gap(unwritten: int) -> bytes:
+            return b"\n" + encode({"kind": "gap", "missing": unwritten})
+
+        self._write(self.record_path(process), data, data.count(b"\n"), gap, "satrap report will lack this")
+
+    def _write(self, path: Path, data: bytes, size: int, gap: Callable[[int], bytes], effect: str) -> None:
+        """Append to a file. A full disk does not end the run: what did not fit is counted, and the next data that does
+        comes behind a note. size: of the data, as it is counted. gap: returns the note."""
+        unwritten = self._unwritten.pop(path, 0)
         try:
             with open(path, "ab") as file:
-                file.write(gap + data)
+                file.write((gap(unwritten) if unwritten else b"") + data)
         except OSError as error:
-            self._unwritten_records[path] = unwritten + data.count(b"\n")
+            self._unwritten[path] = unwritten + size
             if not unwritten:
-                _LOG.warning("%s cannot be written (%s); satrap report will lack this", path, error.strerror)
+                _LOG.warning("%s cannot be written (%s); %s", path, error.strerror, effect)
 
     def _tail(self, process: Process, start_offset: int) -> list[str]:
         """Return the last lines of a process, except log lines of routine events."""

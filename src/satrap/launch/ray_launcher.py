@@ -33,13 +33,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from satrap.config.cores import num_cores
 from satrap.errors import ConfigError, SatrapError
 from satrap.event_log import event
-from satrap.launch.child_processes import (
-    GRACE_SECONDS,
-    ChildExited,
-    ChildProcesses,
-    ProcessOutput,
-    Report,
-)
+from satrap.launch.child_processes import GRACE_SECONDS, ChildExited, ChildProcesses, ProcessOutput, Report
 from satrap.launch.logs import RunLogs
 from satrap.launch.process_command import LaunchSite, ProcessSpec, Script
 from satrap.launch.ray_nodes import NodeReports, job_directory, script_path

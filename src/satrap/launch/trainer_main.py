@@ -33,11 +33,7 @@ def join_torchrun() -> tuple[int, int, int, str | None]:
 
 
 def run_trainer(
-    context: RunContext,
-    script: str,
-    arguments: Sequence[str],
-    listener: int | None = None,
-    record: int | None = None,
+    context: RunContext, script: str, arguments: Sequence[str], listener: int | None = None, record: int | None = None
 ) -> None:
     """Run the script as Python would, in this context. Several trainers form a torch.distributed group first, unless
     they have one.

@@ -17,11 +17,7 @@ class DeepFM(nn.Module):
     """A factorization machine and a deep stack side by side, whose logits are added."""
 
     def __init__(
-        self,
-        num_dense: int,
-        embeddings: object,
-        deep: Sequence[int] = (400, 400),
-        ignore: Sequence[str] = (),
+        self, num_dense: int, embeddings: object, deep: Sequence[int] = (400, 400), ignore: Sequence[str] = ()
     ) -> None:
         """embeddings: a satrap.Embeddings or its features, all of one dim, at least 2.
 

@@ -19,19 +19,12 @@ _TABLE_COUNTS = (
     *("evicted", "expired", "updated", "skipped", "repeated"),
 )
 _CALL_COUNTS = {
-    "arrived": "satrap_calls",
-    "queued": "satrap_calls_queued",
-    "running": "satrap_calls_running",
-    "duplicates": "satrap_calls_duplicate",
-    "busy": "satrap_calls_busy",
-    "expired": "satrap_calls_expired",
-    "failed": "satrap_calls_failed",
-    "unsent": "satrap_calls_unsent",
-    "bad": "satrap_frames_bad",
-    "ended_connections": "satrap_connections_ended",
-    "received_bytes": "satrap_received_bytes",
+    "arrived": "satrap_calls", "queued": "satrap_calls_queued", "running": "satrap_calls_running",
+    "duplicates": "satrap_calls_duplicate", "busy": "satrap_calls_busy", "expired": "satrap_calls_expired",
+    "failed": "satrap_calls_failed", "unsent": "satrap_calls_unsent", "bad": "satrap_frames_bad",
+    "ended_connections": "satrap_connections_ended", "received_bytes": "satrap_received_bytes",
     "sent_bytes": "satrap_sent_bytes",
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,12 +106,9 @@ def _tables(plan: Plan) -> Iterator[str]:
 
 def _bounds(plan: Plan) -> Iterator[str]:
     requested = plan.workload.training.samples_per_second
-    rows = [["resource", "permits samples/s", "in use at the requested rate"]]
-    for bound in plan.estimate.bounds[:_SHOWN_BOUNDS]:
-        rows.append(
-            [bound.name, amount(bound.samples_per_second), f"{requested / bound.samples_per_second:.0%} of its limit"]
-        )
-    yield from columns(rows)
+    rates = [(bound.name, bound.samples_per_second) for bound in plan.estimate.bounds[:_SHOWN_BOUNDS]]
+    rows = [[name, amount(rate), f"{requested / rate:.0%} of its limit"] for name, rate in rates]
+    yield from columns([["resource", "permits samples/s", "in use at the requested rate"], *rows])
     limits = plan.prices.limits
     yield (
         f"limits   {limits.cores:.0%} of cores, {limits.network:.0%} of links, {limits.memory:.0%} of memory; "
@@ -270,12 +267,8 @@ def json_of(plan: Plan, script: Sequence[str]) -> dict[str, Any]:
 
 def _pool(pool: Pool) -> dict[str, Any]:
     counts = {f"{role}s": pool.each(role) for role in pool.roles}
-    return {
-        "machine": pool.machine.name,
-        "machines": pool.num_machines,
-        **counts,
-        "price_per_hour": pool.price_per_hour,
-    }
+    machines = {"machine": pool.machine.name, "machines": pool.num_machines}
+    return machines | counts | {"price_per_hour": pool.price_per_hour}
 
 
 def run_line(layout: Layout, requests: Mapping[str, Request], script: Sequence[str]) -> str:
@@ -326,12 +319,9 @@ def deploy_toml(name: str, layout: Layout, requests: Mapping[str, Request]) -> s
 def columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """Yield rows of cells as aligned lines: the first column to the left, all others to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        first, *others = (
-            cell.ljust(width) if column == 0 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        yield "  ".join([first, *others]).rstrip()
+    for first, *others in rows:
+        aligned = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        yield "  ".join([first.ljust(widths[0]), *aligned]).rstrip()
 
 
 def size(count: float) -> str:

@@ -11,14 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from satrap.config.tables import Table
-from satrap.config.validation import (
-    Serializable,
-    check_choice,
-    check_integer,
-    check_number,
-    describe,
-    set_field,
-)
+from satrap.config.validation import Serializable, check_choice, check_integer, check_number, describe, set_field
 from satrap.errors import ConfigError
 
 _MAX_COUNT = 2**53

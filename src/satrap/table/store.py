@@ -314,12 +314,7 @@ class Store:
 
     @classmethod
     def load(
-        cls,
-        path: _PathLike,
-        *,
-        num_threads: int | None = None,
-        simd: str = "auto",
-        shared: _PathLike | None = None,
+        cls, path: _PathLike, *, num_threads: int | None = None, simd: str = "auto", shared: _PathLike | None = None
     ) -> Self:
         """Load the table that `save` wrote, bit for bit, and verify it first. The options are as in `Store`."""
         saved = Snapshot.open(folder_path("Store.load", path), "full", num_threads)

@@ -259,12 +259,7 @@ class TableGroup(Mapping[str, Store]):
         return self._first.rows.prepare(id_array, self._offsets(offsets))
 
     def update(
-        self,
-        ticket: Ticket,
-        gradients: ArrayLike,
-        *,
-        step: int | None = None,
-        lrs: Mapping[str, float] | None = None,
+        self, ticket: Ticket, gradients: ArrayLike, *, step: int | None = None, lrs: Mapping[str, float] | None = None
     ) -> None:
         """Apply each table's optimizer to the rows of a looked-up batch, once per id; see `Store.update`.
 

@@ -108,10 +108,7 @@ class AheadRows:
         return np.where(known[at] == ids, first[at], -1)
 
     def find(
-        self,
-        ids: Mapping[str, Ids],
-        device: torch.device,
-        read: Callable[[Mapping[str, Ids]], Mapping[str, Tensor]],
+        self, ids: Mapping[str, Ids], device: torch.device, read: Callable[[Mapping[str, Ids]], Mapping[str, Tensor]]
     ) -> tuple[dict[str, Tensor], int]:
         """Return copies of the rows of some tables' ids on the model's device, and how many ids were not looked up
         ahead. read: looks those up."""

@@ -38,13 +38,7 @@ class BatchLookup:
     """
 
     def __init__(
-        self,
-        worker: Worker,
-        device: torch.device,
-        *,
-        train: bool,
-        overlap: bool,
-        dense: DenseStrategy | None = None,
+        self, worker: Worker, device: torch.device, *, train: bool, overlap: bool, dense: DenseStrategy | None = None
     ) -> None:
         """dense: that of the optimizer of a training stream."""
         self._worker, self._device, self._train, self._dense = worker, device, train, dense or DenseStrategy()

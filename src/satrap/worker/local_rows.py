@@ -12,16 +12,7 @@ from satrap.config.features import Features
 from satrap.config.tables import Table
 from satrap.table.engine import Slot, open_engine
 from satrap.table.table_group import TableGroup
-from satrap.worker.rows import (
-    BagRequest,
-    Floats,
-    Ids,
-    Rows,
-    UpdateRequest,
-    id_features,
-    id_request,
-    native_features,
-)
+from satrap.worker.rows import BagRequest, Floats, Ids, Rows, UpdateRequest, id_features, id_request, native_features
 from satrap.worker.worker import Worker, require_features
 
 

@@ -28,16 +28,7 @@ from satrap.data.inputs import Inputs, Position, as_inputs
 from satrap.data.iterable import IterableSource
 from satrap.errors import ConfigError, InputError, TicketError
 from satrap.table.engine import resolve_step
-from satrap.worker.rows import (
-    BagRequest,
-    Block,
-    Floats,
-    Rows,
-    Ticket,
-    TicketGradients,
-    UpdateRequest,
-    id_features,
-)
+from satrap.worker.rows import BagRequest, Block, Floats, Rows, Ticket, TicketGradients, UpdateRequest, id_features
 
 if TYPE_CHECKING:
     from satrap.table.table_group import TableGroup

@@ -83,11 +83,7 @@ class WorkerService:
     """Implements `satrap.worker.remote.protocol.WorkerCalls`. Calls that may take long return a Future."""
 
     def __init__(
-        self,
-        *,
-        keys: Keys | None = None,
-        num_threads: int | None = None,
-        data: Iterable[str | os.PathLike[str]] = (),
+        self, *, keys: Keys | None = None, num_threads: int | None = None, data: Iterable[str | os.PathLike[str]] = ()
     ) -> None:
         """keys: the client's, for the servers. num_threads: of a call. data: folders and URLs below which the worker
         may read."""

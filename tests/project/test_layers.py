@@ -367,7 +367,7 @@ def cpp_names(text: str) -> Iterator[tuple[str, bool]]:
     text = re.sub(r"^(inline )?namespace( [\w:]+)? \{", "", NOT_CODE.sub("", text), flags=re.MULTILINE)
     statement, depth = "", 0
     for char in text:
-        if char == "}" and depth == 0:  # of a namespace
+        if char == "}" and depth == 0:  # end of a namespace
             statement = ""
             continue
         depth -= char == "}"

@@ -375,11 +375,7 @@ def cpp_names(text: str) -> Iterator[tuple[str, bool]]:
     text = re.sub(r"^(inline )?namespace( [\w:]+)? \{", "", NOT_CODE.sub("", text), flags=re.MULTILINE)
     statement, depth = "", 0
     for char in text:
-<<<<<<< HEAD
-        if char == "}" and depth == 0:  # the end of a namespace
-=======
         if char == "}" and depth == 0:  # end of a namespace
->>>>>>> unity
             statement = ""
             continue
         depth -= char == "}"

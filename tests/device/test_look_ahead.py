@@ -124,17 +124,18 @@ class AheadWorker(ArrayWorker):
             return super().lookup(inputs, **how)
         at = {"step": how["step"], "oldest_open": how.get("oldest_open", how["step"])}
         looked_up = super().lookup
-        self.worker.lookup, plain = self._resolved(at), self.worker.lookup  # type: ignore[method-assign]
+        self.worker.lookup, plain = self._resolved(at), self.worker.lookup
         try:
             return looked_up(inputs)
         finally:
-            self.worker.lookup = plain  # type: ignore[method-assign]
+            self.worker.lookup = plain
 
     def _resolved(self, at: dict[str, int]) -> Any:
         def look_up(inputs: Inputs) -> LookupResult:
             request = self.worker.resolve(inputs, **at)
             assert request is not None
-            return self.worker.lookup_resolved(request)
+            result: LookupResult = self.worker.lookup_resolved(request)
+            return result
 
         return look_up
 

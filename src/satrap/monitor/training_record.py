@@ -5,7 +5,8 @@ numbers of the script, the gradient norm, memory of the process and of GPUs, the
 learning rates that changed.
 The record has its own intervals, since a screen's are too long for a curve of a short run: they grow with the run, from
 a 64th of a second to a minute, and are long enough that all summaries together take 0.25 s and half a percent of
-the time. A step costs two microseconds more.
+the time. Where summaries are slow, as on a busy machine, an interval is at most a tenth of the time since the start, so
+that a curve has a point where it bends, or as long as twenty summaries. A step costs two microseconds more.
 Under `satrap run` the process also sends every second how far it is, which the run shows and does not record.
 """
 
@@ -37,6 +38,8 @@ _OF_ELAPSED = 0.01
 """Length of an interval, as a share of the time since the start."""
 _FREE_SECONDS, _COST_SHARE = 0.25, 0.005
 """Time that all summaries may take: so many seconds, and this share of the time since the start."""
+_MAX_GROWTH, _MIN_SUMMARIES = 0.1, 20
+"""Length of an interval at most: this share of the time since the start, or as long as so many summaries."""
 _SHOWN_SECONDS = 1.0
 _MAX_ERROR = 500  # characters
 _GIT_SECONDS = 2.0
@@ -170,7 +173,8 @@ class TrainingRecord:
         self._last, self._left_out, self._spent = now, 0.0, self._spent + cost
         length = min(max(_OF_ELAPSED * elapsed, _MIN_SECONDS), _MAX_SECONDS)
         affordable = (self._spent + cost - _FREE_SECONDS) / _COST_SHARE  # if the next one costs as much
-        self._due = max(now + length, self._started + affordable)
+        longest = max(_MAX_GROWTH * elapsed, _MIN_SUMMARIES * cost)
+        self._due = now + max(length, min(self._started + affordable - now, longest))
 
 
 def open_record(folder: str | os.PathLike[str] | None, rank: int) -> RecordFile | None:

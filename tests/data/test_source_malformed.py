@@ -4,6 +4,7 @@ import gzip
 import itertools
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,34 @@ def test_text_labels_that_are_not_listed(tmp_path: Path) -> None:
     label = LabelColumn("income", values={">50K": 1, "<=50K": 0})
     with pytest.raises(SourceError, match=r"line 3: column 'income' holds '>50k'; expected one of '>50K', '<=50K'"):
         list(CSV(path, label=label).batches(["a"]))
+
+
+def test_blanks_around_a_number(tmp_path: Path) -> None:
+    for line, column in (("0, 13,5", "age"), (" 1,13,5", "y"), ("0,13,5\t", "a")):
+        options = {"dense": ["age"], "label": "y", "ids": {"a": IdColumn("a", kind="integer")}}
+        data = CSV(write(tmp_path / "a.csv", ["1,2,3", line], "y,age,a\n"), **options)  # type: ignore[arg-type]
+        with pytest.raises(
+            SourceError, match=rf"line 3: column '{column}' holds .*; expected a number without.* strip=T"
+        ):
+            list(data.batches(["a"]))
+        assert sum(batch.batch_size for batch in data.replace(strip=True).batches(["a"])) == 2
+    path = write(tmp_path / "a.csv", ["x 1"], "age\n")
+    with pytest.raises(SourceError, match=r"holds 'x 1'; expected a number, or missing=\('x 1',\)"):
+        list(CSV(path, dense="age").batches([]))
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        *(("a.csv", "use satrap.CSV"), ("a.TSV.gz", "use satrap.CSV"), ("a.jsonl", "use satrap.JSON")),
+        *(("a.json", "use satrap.JSON"), ("a.parquet", "write it again"), ("a.csv.parquet", "write it again")),
+    ],
+)
+def test_a_text_file_in_a_binary_source(name: str, remedy: str, tmp_path: Path) -> None:
+    path = write(tmp_path / name, ["1,2"], "a,b\n")
+    for kind in (Parquet, Arrow):
+        with pytest.raises(SourceError, match=f"{name}: cannot be read .*, or of another format: {remedy}$"):
+            list(kind(path).batches(["a"]))
 
 
 def test_criteo_lines(tmp_path: Path) -> None:
@@ -432,12 +461,19 @@ BAD_DECLARATIONS: list[tuple[Callable[[], Any], str]] = [
     (lambda: Frame({}, block_rows=0), "Frame: block_rows is 0"),
     (lambda: Frame(3), r"Frame: found 3 \(int\); expected a DataFrame, a Dataset, an Arrow table or a dict"),
     (lambda: Frame(type("LazyFrame", (), {})()), r"Frame: found a LazyFrame; expected rows: call .collect\(\)"),
-    (lambda: CSV("x").replace(batchsize=3), "CSV: unknown key 'batchsize'; the nearest known one is 'batch_size'"),
     (
         lambda: Frame({"a": [1]}, ids={"a": IdColumn(weights="v")}, weights={"a": "w"}).batches(["a"]),
         "feature 'a': its weights are 'v' and 'w'; give one column",
     ),
 ]
+
+
+def test_replace_refuses_an_unknown_field_as_the_constructor_does() -> None:
+    for call in (partial(CSV, "x"), CSV("x").replace):
+        with pytest.raises(
+            TypeError, match=r"^CSV got an unexpected .* 'batchsize': the nearest known one is 'batch_size'"
+        ):
+            call(batchsize=3)
 
 
 @pytest.mark.parametrize(("call", "message"), BAD_DECLARATIONS)

@@ -108,34 +108,6 @@ def test_text_labels_that_are_not_listed(tmp_path: Path) -> None:
         list(CSV(path, label=label).batches(["a"]))
 
 
-def test_blanks_around_a_number(tmp_path: Path) -> None:
-    for line, column in (("0, 13,5", "age"), (" 1,13,5", "y"), ("0,13,5\t", "a")):
-        options = {"dense": ["age"], "label": "y", "ids": {"a": IdColumn("a", kind="integer")}}
-        data = CSV(write(tmp_path / "a.csv", ["1,2,3", line], "y,age,a\n"), **options)  # type: ignore[arg-type]
-        with pytest.raises(
-            SourceError, match=rf"line 3: column '{column}' holds .*; expected a number without.* strip=T"
-        ):
-            list(data.batches(["a"]))
-        assert sum(batch.batch_size for batch in data.replace(strip=True).batches(["a"])) == 2
-    path = write(tmp_path / "a.csv", ["x 1"], "age\n")
-    with pytest.raises(SourceError, match=r"holds 'x 1'; expected a number, or missing=\('x 1',\)"):
-        list(CSV(path, dense="age").batches([]))
-
-
-@pytest.mark.parametrize(
-    ("name", "remedy"),
-    [
-        *(("a.csv", "use satrap.CSV"), ("a.TSV.gz", "use satrap.CSV"), ("a.jsonl", "use satrap.JSON")),
-        *(("a.json", "use satrap.JSON"), ("a.parquet", "write it again"), ("a.csv.parquet", "write it again")),
-    ],
-)
-def test_a_text_file_in_a_binary_source(name: str, remedy: str, tmp_path: Path) -> None:
-    path = write(tmp_path / name, ["1,2"], "a,b\n")
-    for kind in (Parquet, Arrow):
-        with pytest.raises(SourceError, match=f"{name}: cannot be read .*, or of another format: {remedy}$"):
-            list(kind(path).batches(["a"]))
-
-
 def test_criteo_lines(tmp_path: Path) -> None:
     line = "1\t" + "\t".join(["3"] * 13 + ["68fd1e64"] * 26)
     for bad, why in (

@@ -106,7 +106,7 @@ class Source(Config, ABC):
         texts = [inspect.cleandoc(base.__doc__ or "") for base in cls.__mro__ if issubclass(base, Source)]
         described: dict[str, str] = {}
         for match in chain.from_iterable(map(_FIELD.finditer, texts)):
-            described.setdefault(match[1], match[0])  # of the nearest base
+            described.setdefault(match[1], match[0])  # the nearest base wins
         first = sorted(described, key=lambda name: name != "path")
         summary = _FIELD.split(texts[0], maxsplit=1)[0].rstrip()
         cls.__doc__ = "\n".join([summary, "", *map(described.__getitem__, first)])

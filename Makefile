@@ -124,9 +124,9 @@ demo: $(if $(and $(installed),$(if $(shell find $(sources) -newer $(installed)),
 	@echo
 	$(bin)/satrap report build/demo
 	@echo
-	@echo "Shown: examples/adult.py read 32,561 people's answers from a .gz file and trained a DLRM for three epochs; the AUC is"
-	@echo "that of 16,281 others. The report above is a page for any browser. Next, the same script on two servers with two trainers:"
-	@echo "    $(if $(wildcard $(packages)/zmq),,$(bin)/pip install pyzmq && )$(bin)/satrap run examples/adult.py --servers 2 --trainers 2"
+	@echo "Shown: examples/adult.py read 32,561 people's answers from a .gz file and trained a DLRM for three epochs; the validation"
+	@echo "AUC is that of 16,281 others. The report above is a page for any browser. Next, the script on two servers with two trainers:"
+	@echo "    $(if $(wildcard $(packages)/zmq),,$(bin)/pip install pyzmq && )$(bin)/satrap run examples/adult.py --servers 2 --trainers 2 --folder build/demo-run"
 
 .demo-setup: .venv/.tools
 	@$(MAKE) --no-print-directory -j2 .venv/.compiled .venv/.train

@@ -1,9 +1,9 @@
 """Adult census income: predicts from a person's answers whether they earn more than 50,000 dollars a year.
 
 The data is next to this file (CC BY 4.0, see data/adult/README.md). The script trains a DLRM in a plain PyTorch loop
-and prints the AUC on the test file. `--run FOLDER` saves checkpoints there and resumes from the newest; `--record
-FOLDER` records there what `satrap report FOLDER` makes a page of. The same script runs under `satrap run`, with any
-number of servers, workers and trainers, which records by itself.
+and prints the validation AUC, on the data's test file. `--run FOLDER` saves checkpoints there and resumes from the
+newest; `--record FOLDER` records there what `satrap report FOLDER` makes a page of. The same script runs under `satrap
+run`, with any number of servers, workers and trainers, which records by itself.
 """
 
 import argparse
@@ -23,7 +23,7 @@ COLUMNS = """age workclass fnlwgt education education_num marital_status occupat
 
 
 def main() -> None:
-    """Train and test."""
+    """Train and validate."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--staleness", type=int, default=0)
@@ -70,13 +70,13 @@ def main() -> None:
             run.save(every_steps=1)  # no effect if the last step is already saved
         embeddings.eval()
         model.eval()
-        test = data.replace(path=FOLDER / "adult.test.gz", shuffle=False, epochs=1)
+        validation = data.replace(path=FOLDER / "adult.test.gz", shuffle=False, epochs=1)
         start = time.monotonic()
-        auc = satrap.auc(model, embeddings.stream(test))  # every trainer tests on the whole file
+        auc = satrap.auc(model, embeddings.stream(validation))  # every trainer reads the whole file
         progress.report_evaluation(embeddings.step, {"AUC": auc}, seconds=time.monotonic() - start)
     if trainers.rank == 0:
         rows = sum(map(len, embeddings.tables.values()))
-        print(f"{embeddings.step:,} steps, {rows:,} rows; test AUC {auc:.4f}")
+        print(f"{embeddings.step:,} steps, {rows:,} rows; validation AUC {auc:.4f}")
 
 
 if __name__ == "__main__":

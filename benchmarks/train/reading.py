@@ -1,6 +1,6 @@
 """Reading Criteo's text: how fast `satrap.Criteo` alone reads batches from a file, and what reading adds to a step.
 
-The file is in a folder in memory, so that no disk is measured; `satrap.data.synthetic.Clicks` writes it. What reading
+The file is in a folder in memory, so that no disk is measured; `satrap.synthetic.Clicks` writes it. What reading
 adds is the time of training on the whole file, less that of training on the same batches in memory, as a share of the
 latter. The source reads ahead in other threads, so the two take turns pass by pass, not step by step.
 """

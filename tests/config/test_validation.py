@@ -120,8 +120,9 @@ def test_declarations_say_which_argument_is_near_an_unknown_one(cls: type) -> No
     for name in inspect.signature(cls).parameters:
         with pytest.raises(TypeError, match=f"{refused} '{name}s': (the nearest known one is|known are) '"):
             cls(**{f"{name}s": 1})
-    with pytest.raises(TypeError, match=f"{refused} 'xyzzy': known are"):
+    with pytest.raises(TypeError, match=f"{refused} 'xyzzy': known are") as raised:
         cls(xyzzy=1)
+    assert "'_" not in str(raised.value), "a field that is no argument"
 
 
 @pytest.mark.parametrize("cls", [cls for cls in (*DECLARATIONS, Clicks) if cls.__name__ != "Position"])
@@ -130,7 +131,10 @@ def test_help_describes_every_argument_of_a_declaration_once(cls: type) -> None:
     described = Counter(
         name for names in re.findall(r"^ \|  (\w+(?:, \w+)*): ", page, re.MULTILINE) for name in names.split(", ")
     )
-    assert {described[name] for name in inspect.signature(cls).parameters} <= {1}
+    arguments = list(inspect.signature(cls).parameters)
+    assert {described[name] for name in arguments} <= {1}
+    in_order = [name for name in described if name in arguments]
+    assert in_order[:1] == [name for name in arguments if name in described][:1], "a call begins with it"
     assert len(max(page.splitlines(), key=len)) < 3000 and "NestedSequence" not in page
 
 

@@ -206,3 +206,18 @@ def test_a_union_is_refused_with_its_name(mode: str, tmp_path: Path) -> None:
                 list(data.batches(["a"]))
         (inputs,) = Arrow(tmp_path / "a.arrow").batches(["a"])
         assert inputs.values.tolist() == [1, 2], "an unused column may be of any type"
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        *(("a.csv", "use satrap.CSV"), ("a.TSV.gz", "use satrap.CSV"), ("a.jsonl", "use satrap.JSON")),
+        *(("a.json", "use satrap.JSON"), ("a.parquet", "write it again"), ("a.csv.parquet", "write it again")),
+    ],
+)
+def test_a_text_file_in_a_binary_source(name: str, remedy: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text("a,b\n1,2\n")
+    for kind in (Parquet, Arrow):
+        with pytest.raises(SourceError, match=f"{name}: cannot be read .*, or of another format: {remedy}$"):
+            list(kind(path).batches(["a"]))

@@ -168,3 +168,20 @@ def test_widths_are_checked() -> None:
 def test_wrong_offsets_of_texts_are_refused(offsets: list[int], dtype: Any) -> None:
     with pytest.raises(satrap.InputError, match="offsets"):
         _core.parse_numbers(np.array(offsets, dtype), np.frombuffer(b"123", np.uint8))
+
+
+@pytest.mark.parametrize(("line", "column"), [("0, 13,5", "age"), (" 1,13,5", "y"), ("0,13,5\t", "a")])
+def test_blanks_around_a_number(line: str, column: str, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(f"y,age,a\n1,2,3\n{line}\n")
+    ids = {"a": satrap.IdColumn("a", kind="integer")}
+    data = satrap.CSV(tmp_path / "a.csv", dense="age", label="y", ids=ids)
+    message = rf"line 3: column '{column}' holds .*; expected a number without blanks: give strip=True"
+    with pytest.raises(satrap.SourceError, match=message):
+        list(data.batches(["a"]))
+    assert sum(batch.batch_size for batch in data.replace(strip=True).batches(["a"])) == 2
+
+
+def test_blanks_within_a_number(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("age\n 1 3\n")
+    with pytest.raises(satrap.SourceError, match=r"holds ' 1 3'; expected a number, or missing=\(' 1 3',\)"):
+        list(satrap.CSV(tmp_path / "a.csv", dense="age").batches([]))

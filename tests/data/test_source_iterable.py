@@ -457,7 +457,7 @@ def test_invalid_items_are_refused_with_their_numbers(items: Any, options: dict[
             lambda: IterableSource("clicks/"),
             r"found 'clicks/' \(str\); expected batches. To read files, use satrap.Parquet",
         ),
-        (lambda: IterableSource("a.json"), "satrap.Criteo; parse other files to dicts, one for each sample"),
+        (lambda: IterableSource("a.json"), "JSON, TFRecord or Criteo; parse others to dicts, one for each sample"),
         (lambda: IterableSource(PurePath("clicks")), "expected batches. To read files, use satrap.Parquet"),
         (lambda: IterableSource(iter([]), epochs=2), "epochs is 2 and a list_iterator can be read once; give a list"),
         (lambda: IterableSource([], shuffle=True), "batch_size is None and shuffle or samples is True; set batch_size"),

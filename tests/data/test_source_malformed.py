@@ -4,6 +4,7 @@ import gzip
 import itertools
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -432,12 +433,19 @@ BAD_DECLARATIONS: list[tuple[Callable[[], Any], str]] = [
     (lambda: Frame({}, block_rows=0), "Frame: block_rows is 0"),
     (lambda: Frame(3), r"Frame: found 3 \(int\); expected a DataFrame, a Dataset, an Arrow table or a dict"),
     (lambda: Frame(type("LazyFrame", (), {})()), r"Frame: found a LazyFrame; expected rows: call .collect\(\)"),
-    (lambda: CSV("x").replace(batchsize=3), "CSV: unknown key 'batchsize'; the nearest known one is 'batch_size'"),
     (
         lambda: Frame({"a": [1]}, ids={"a": IdColumn(weights="v")}, weights={"a": "w"}).batches(["a"]),
         "feature 'a': its weights are 'v' and 'w'; give one column",
     ),
 ]
+
+
+def test_replace_refuses_an_unknown_field_as_the_constructor_does() -> None:
+    for call in (partial(CSV, "x"), CSV("x").replace):
+        with pytest.raises(
+            TypeError, match=r"^CSV got an unexpected .* 'batchsize': the nearest known one is 'batch_size'"
+        ):
+            call(batchsize=3)
 
 
 @pytest.mark.parametrize(("call", "message"), BAD_DECLARATIONS)

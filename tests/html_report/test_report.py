@@ -270,6 +270,8 @@ def test_a_run_that_did_not_continue_the_earlier_one_is_shown_alone(
     assert (run.num_earlier, len(run.loops), tile_values(run)["Launches"]) == (
         num_earlier, 2 - num_earlier, str(2 - num_earlier)
     )  # fmt: skip
+    remarks = {name: remark for name, _, remark in tiles(run)}
+    assert remarks["Launches"] == ("the last is launch 2" if num_earlier else ""), "as in the list of events"
     assert ("This folder has 1 earlier run, which this one did not continue" in shown(tmp_path)) == bool(num_earlier)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from logged import logged
 from satrap.config.durable import opened, try_lock
 from satrap.errors import ConfigError
 from satrap.launch.process_command import Script
@@ -64,7 +66,12 @@ def test_files_of_a_killed_run_are_removed_by_a_later_one(tmp_path: Path) -> Non
     with pytest.raises(KeyboardInterrupt):
         start(tmp_path, Parts("remove killed"))
     launcher = Parts("start")
-    with pytest.raises(KeyboardInterrupt):
+    with (
+        logged(
+            "satrap.launch", r"^adds launch 4 to the records in .* \(--folder names another folder\)$", logging.INFO
+        ),
+        pytest.raises(KeyboardInterrupt),
+    ):
         start(tmp_path, launcher)
     assert launcher.calls[0] == "remove killed"
     state = RunState.read(tmp_path / "run.json")

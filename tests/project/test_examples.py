@@ -91,7 +91,7 @@ def test_it_runs_as_the_docs_say(options: str, script: str, criteo: Path, tmp_pa
     ]
     done = subprocess.run(list(map(str, command)), cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    (auc,) = re.findall(r"test AUC (0\.\d+)", done.stdout)
+    (auc,) = re.findall(r"(?:test|validation) AUC (0\.\d+)", done.stdout)
     assert float(auc) > (0.88 if script == "adult.py" else 0.5)
     for log in (tmp_path / "satrap-run/logs").glob("trainer-[1-9]*"):
         assert "AUC" not in log.read_text(), "another trainer than the first prints"

@@ -30,7 +30,7 @@ def test_the_adult_example_reaches_its_auc_with_the_packages_of_the_demo_alone(t
     training = f"{hide}{arguments}; runpy.run_path({str(script)!r}, run_name='__main__')"
     trained = python(training)
     auc = float(trained.split()[-1])
-    assert auc > 0.89
+    assert auc > 0.89 and trained.endswith(f"; validation AUC {auc:.4f}\n"), "the word of the report"
     reported = python(f"{hide}['satrap', 'report', {str(tmp_path)!r}]; from satrap.cli.main import main; main()")
     assert reported.startswith(f"report: {tmp_path / 'report.html'} (")
     page = (tmp_path / "report.html").read_text()
@@ -73,7 +73,7 @@ def test_make_demo_installs_what_training_needs_and_says_what_to_try_next() -> N
     listed = {line.partition("requirements.py ")[2] for line in lines if "requirements.py" in line}
     assert listed == {"train >.venv/.train.txt"}
     assert any(line.endswith("satrap report build/demo") for line in lines)
-    assert "satrap run examples/adult.py --servers 2 --trainers 2" in lines[-1]
+    assert "satrap run examples/adult.py --servers 2 --trainers 2 --folder build/demo-run" in lines[-1]
 
 
 def test_make_demo_uses_what_is_installed_unless_a_source_is_newer(tmp_path: Path) -> None:

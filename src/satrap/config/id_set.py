@@ -86,8 +86,8 @@ class IdSet(InText):
         return f"<{self.to_json()}>"
 
 
-Frozen = bool | range | IdSet | Collection[int] | ArrayLike
-"""What `Table.frozen` may be given: all rows or none, or those of these ids."""
+Ids = range | IdSet | Collection[int] | ArrayLike
+"""What names ids, as in `Table.frozen`."""
 
 
 def checked_frozen(where: str, frozen: object, num_rows: int | None) -> bool | range | IdSet:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Literal, Self, get_args
 
-from satrap.config.id_set import Frozen, IdSet, checked_frozen, frozen_from_json
+from satrap.config.id_set import Ids, IdSet, checked_frozen, frozen_from_json
 from satrap.config.optimizers import Adagrad, Optimizer, RowWiseAdagrad
 from satrap.config.validation import (
     LARGEST_FLOAT32,
@@ -197,7 +197,7 @@ class Table(Serializable):
     expire_after: int | None = None
     absent: Literal["initial", "zeros"] = "initial"
     on_nonfinite: Literal["raise", "skip"] = "raise"
-    frozen: "Frozen" = False  # without quotes, help shows all of ArrayLike
+    frozen: "bool | Ids" = False  # without quotes, help shows all of ArrayLike
     num_buckets: int | None = None
     shard: Literal["rows", "table", "columns", "replicated"] = "rows"
 

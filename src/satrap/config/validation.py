@@ -12,7 +12,7 @@ import numbers
 import os
 import reprlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from functools import cache
 from types import NoneType, UnionType
@@ -46,7 +46,9 @@ class KnownArguments:
 
     def __new__(cls, *_: Any, **arguments: Any) -> Self:
         """Create the object, before the dataclass's `__init__`, which has a bare error."""
-        require_known(cls.__name__, arguments, getattr(cls, "__dataclass_fields__", arguments))
+        if arguments:
+            names = [field.name for field in fields(cls) if field.init]  # type: ignore[arg-type]  # as above
+            require_known(cls.__name__, arguments, names)
         return super().__new__(cls)
 
 
@@ -127,7 +129,7 @@ def suggest(name: object, known: list[str]) -> str:
     return f"the nearest known one is {near[0]!r}" if near else f"known are {', '.join(map(repr, known))}"
 
 
-def require_known(where: str, arguments: Iterable[str], known: Mapping[str, Any]) -> None:
+def require_known(where: str, arguments: Iterable[str], known: Collection[str]) -> None:
     """Raise TypeError if a keyword argument is none of those that are known."""
     for name in arguments:
         if name not in known:

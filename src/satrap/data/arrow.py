@@ -47,7 +47,7 @@ class Arrow(FileSource, RowBlockSource):
     def _blocks_of(
         self, file: File, partition: Mapping[str, Any], columns: Columns
     ) -> tuple[list[Block], TableDecoder]:
-        with file.open(mapped=True) as opened:
+        with file.open(mapped=True, is_text=False) as opened:
             reader, is_file = open_ipc(opened)
             decoder = TableDecoder.for_schema(reader.schema, columns, file.name, self.max_bad_rows, partition)
             if not is_file:

@@ -235,6 +235,8 @@ class _RowParser:
             case "label_kind":
                 label = next(label for label in self._columns.label if label.name == name and label.above is None)
                 return f"column {name!r} holds {text}; expected {label.expected}"
+            case "number" | "integer" | "label_kind" if line != line.strip() and _is_number(line):
+                return f"column {name!r} holds {text}; expected a number without blanks: give strip=True"
             case "number" if any(label.name == name for label in self._columns.label):
                 return f"column {name!r} holds {text}; expected a number, or label_true=... for a column of strings"
             case "number" if any(dense.name == name for dense in self._columns.dense):
@@ -251,6 +253,14 @@ _HINTS = {
     "open_quote": "its quote is not closed in this line: close it, or give newlines_in_values=True, or quote=None",
     "empty_item": "it lists a missing id, and its ids have weights: remove both",
 }
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _uses(columns: Columns) -> Iterator[tuple[str, _core.FieldUse]]:

@@ -24,6 +24,7 @@ from satrap.config.validation import describe
 from satrap.errors import ConfigError, SatrapError, SourceError
 
 _NULL_PARTITION = "__HIVE_DEFAULT_PARTITION__"
+_TEXT_NAME = re.compile(r"\.(?:([ct]sv)|jsonl?|ndjson)(?:\.(?:gz|bz2|zst|lz4))?$", re.IGNORECASE)
 _OWN_SCHEMES = {"s3", "gs", "gcs", "hdfs", "viewfs", "abfs", "abfss"}
 
 
@@ -53,13 +54,16 @@ class File:
         return self.size > 0 and self.storage.is_local
 
     @contextmanager
-    def open(self, *, mapped: bool = False, part: str = "") -> Iterator[Any]:
+    def open(self, *, mapped: bool = False, part: str = "", is_text: bool = True) -> Iterator[Any]:
         """Open the file as a pyarrow file with random access; `mapped` maps it into memory if it is local.
 
-        Errors while it is open name the file and the part that is read.
+        Errors while it is open name the file and the part that is read; without `is_text`, also the source that reads
+        text files of this name.
         """
         where = f"{self.name}, {part}" if part else self.name
-        with errors_naming(where), self.storage.open(self.path, self.size, mapped) as opened:
+        text = None if is_text else _TEXT_NAME.search(self.name)
+        remedy = f"use satrap.{'CSV' if text[1] else 'JSON'}" if text else "write it again"
+        with errors_naming(where, remedy), self.storage.open(self.path, self.size, mapped) as opened:
             if (now := opened.size()) != self.size:
                 raise SourceError(
                     f"{self.name} has {now} bytes and had {self.size} when reading began; it must not change meanwhile"
@@ -68,7 +72,7 @@ class File:
 
 
 @contextmanager
-def errors_naming(where: str) -> Iterator[None]:
+def errors_naming(where: str, remedy: str = "write it again") -> Iterator[None]:
     """Turn the errors that pyarrow, NumPy and Python raise for damaged data into a SourceError that names the data."""
     arrow = pyarrow_for("reading files")
     try:
@@ -78,7 +82,7 @@ def errors_naming(where: str) -> Iterator[None]:
     except (arrow.ArrowException, OSError, EOFError, ValueError, LookupError, ArithmeticError, MemoryError) as error:
         cause = str(error) or type(error).__name__
         raise SourceError(
-            f"{where}: cannot be read ({cause}); it is incomplete, damaged, or of another format: write it again"
+            f"{where}: cannot be read ({cause}); it is incomplete, damaged, or of another format: {remedy}"
         ) from error
 
 

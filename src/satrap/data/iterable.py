@@ -83,7 +83,7 @@ class IterableSource(Source):
         if isinstance(self.items, str | bytes | os.PathLike):
             raise ConfigError(
                 f"IterableSource: found {items}; expected batches. To read files, use satrap.Parquet, satrap.Arrow, "
-                "satrap.CSV or satrap.Criteo; parse other files to dicts, one for each sample, and declare samples=True"
+                "satrap.CSV, JSON, TFRecord or Criteo; parse others to dicts, one for each sample, with samples=True"
             )
         if not callable(self.items) and _arrow_batches(self.items) is None and not hasattr(self.items, "__iter__"):
             raise ConfigError(f"IterableSource: found {items}; expected an iterable, or a function that returns one")

@@ -39,7 +39,7 @@ class Parquet(FileSource, RowBlockSource):
     def _blocks_of(
         self, file: File, partition: Mapping[str, Any], columns: Columns
     ) -> tuple[list[Block], TableDecoder]:
-        with file.open() as opened:
+        with file.open(is_text=False) as opened:
             from pyarrow.parquet import ParquetFile
 
             footer = ParquetFile(opened)

@@ -11,6 +11,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -25,7 +26,6 @@ from satrap.config.validation import (
     check_name,
     describe,
     kind_of,
-    known_keys,
     set_field,
 )
 from satrap.data.batch_assembler import BatchAssembler, Batches
@@ -40,7 +40,7 @@ from satrap.hidden_names import internal
 _MAX_COUNT = 2**63 - 1
 _MAX_THREADS = 64
 _DEFAULT_THREADS = 4
-_MANY_SAMPLES = 100_000  # without a label of 1 are probably a mistake
+_MANY_SAMPLES = 10_000  # without a label of 1 are probably a mistake
 _FIELD = re.compile(r"^(\w+): .*(?:\n    .*)*", re.MULTILINE)  # in a docstring
 _LOG = logging.getLogger("satrap.data")
 
@@ -101,12 +101,15 @@ class Source(Config, ABC):
     _optional: ClassVar[tuple[str, ...]] = ("epochs", "num_threads")  # the integers that may be None
 
     def __init_subclass__(cls) -> None:
-        """Append the fields of the bases to the docstring, since `help` shows no other."""
+        """Add the fields of the bases to the docstring, since `help` shows no other: the path first, as in a call."""
         super().__init_subclass__()
         texts = [inspect.cleandoc(base.__doc__ or "") for base in cls.__mro__ if issubclass(base, Source)]
-        of_bases = {match[1]: match[0] for text in reversed(texts[1:]) for match in _FIELD.finditer(text)}
-        missing = [text for name, text in of_bases.items() if f"\n{name}: " not in texts[0]]
-        cls.__doc__ = "\n".join([texts[0], *([] if _FIELD.search(texts[0]) else [""]), *missing])
+        described: dict[str, str] = {}
+        for match in chain.from_iterable(map(_FIELD.finditer, texts)):
+            described.setdefault(match[1], match[0])  # the nearest base wins
+        first = sorted(described, key=lambda name: name != "path")
+        summary = _FIELD.split(texts[0], maxsplit=1)[0].rstrip()
+        cls.__doc__ = "\n".join([summary, "", *map(described.__getitem__, first)])
 
     def __post_init__(self) -> None:
         where = type(self).__name__
@@ -178,7 +181,6 @@ class Source(Config, ABC):
     def replace(self, **changes: Any) -> Self:
         """Return this source with other values for some of its fields."""
         known = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.init}
-        known_keys(type(self), type(self).__name__, known | changes)
         new = type(self)(**known | changes)
         object.__setattr__(new, "_origin", self.origin)
         return new
@@ -342,7 +344,7 @@ class _TrueLabels:
         with suppress(Exception):  # they only illustrate the warning
             values = self._source._some_values(label.name)
         _LOG.warning(
-            "label column %r: none of %s samples holds %s, so all labels are 0%s: correct label_true (or true=)",
+            "warning: label column %r: none of %s samples holds %s, so all are 0%s: correct label_true (or true=)",
             label.name,
             f"{self._num_samples:,}",
             " or ".join(map(repr, label.true or ())),

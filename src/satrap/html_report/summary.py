@@ -78,7 +78,8 @@ def tiles(run: RunRecords) -> list[tuple[str, str, str]]:
         entries.append(("Faults", str(sum(event["kind"] == "fault" for event in run.events)), ""))
     launches = {event.get("launch") for event in run.events if event["kind"] == "launch"}
     launches = launches or {loop.launch for loop in run.loops if loop.intervals or loop.evaluations}
-    return [*entries, ("Launches", str(len(launches)), "")]
+    last = max(filter(None, launches), default=0)
+    return [*entries, ("Launches", str(len(launches)), f"the last is launch {last}" if last > len(launches) else "")]
 
 
 def last_step(loop: Loop) -> int:

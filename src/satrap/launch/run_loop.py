@@ -87,8 +87,7 @@ def run(
         launcher.remove_files(previous.name)
     run_state.write(file)
     if launch:
-        text = "%s has the records of an earlier run; this one begins with launch %d (--folder names another)"
-        _LOG.info(text, folder, launch + 1)
+        _LOG.info("adds launch %d to the records in %s (--folder names another folder)", launch + 1, folder)
     supervisor = Supervisor(run_config, run_state)
     with ExitStack() as stack:  # each is called, whatever the others raise
         stack.callback(launcher.remove_files, run_state.name)

@@ -86,7 +86,7 @@ def _scores(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def auc(model: torch.nn.Module, stream: Iterable[Batch]) -> float:
-    """Return the area under the ROC curve of the model over the stream."""
+    """Return the area under the ROC curve of the model over the stream; nan, with a warning, without both labels."""
     return evaluate(model, stream).auc()
 
 

@@ -259,8 +259,8 @@ def _tested_columns(source: FileSource, plan: ColumnPlan, options: argparse.Name
     other = infer_source(test).replace(seed=options.seed, max_bad_rows=options.max_bad_rows)
     if type(other) is not type(source) or getattr(other, "delimiter", None) != getattr(source, "delimiter", None):
         raise InputError(f"--test: {test} is of another format than {source.path}; expected the same format")
-    names = [profile.name for profile in plan.used]
-    if absent := [name for name in names if name not in column_names(other)]:
+    names, available = [profile.name for profile in plan.used], column_names(other)
+    if absent := [name for name in names if name not in available]:
         raise InputError(f"--test: {test} has no column {absent[0]!r}; expected the columns of {source.path}")
     rows = sample_rows(other, names, _SAMPLED_ROWS)
     words = plan.missing_texts.union(options.missing)
@@ -293,11 +293,12 @@ def _check_test_label(label: LabelPlan, known: ColumnProfile, tested: ColumnProf
     else:
         others = known.is_number or set(tested.values) - set(known.values)
     if others:
-        shown = ", ".join(map(repr, tested.values[:5]))
+        values = sorted(tested.values)
+        shown = ", ".join(map(repr, values[:5]))
         raise InputError(
             f"{where}: column {label.column!r} holds {shown}; expected {expected}, as in training: replace the labels "
             "of one file; or write the script without --test, by --script FILE, and there list the labels of both, "
-            f"LabelColumn({label.column!r}, values={{{tested.values[0]!r}: 0 or 1, ...}}), and name the test file"
+            f"LabelColumn({label.column!r}, values={{{values[0]!r}: 0 or 1, ...}}), and name the test file"
         )
 
 

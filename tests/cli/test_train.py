@@ -15,6 +15,7 @@ import pyarrow.feather
 import pytest
 import torch
 
+import satrap
 from child_processes import SATRAP
 from satrap.cli.main import main
 from satrap.data.inferred_source import column_names, infer_source, sample_rows
@@ -327,6 +328,26 @@ def test_words_among_numbers_are_missing_in_the_script(tmp_path: Path, capsys: p
     exec(compile(script.read_text(), str(script), "exec"), names)
     with contextlib.closing(names["source"]().replace(batch_size=60).batches(["item"])) as batches:
         assert np.all(next(iter(batches)).dense == np.float32(names["NUMBERS"]["price"][0]))
+
+
+def test_the_help_holds_for_the_file_of_the_readme(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its example runs, and all endings that it names are read."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    shown = capsys.readouterr().out
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    (call,) = re.findall(r"^clicks = (satrap\.synthetic\.Clicks\((?:.|\n)*?\n\))$", readme, re.MULTILINE)
+    eval(call.replace("220_000", "2_000"), {"satrap": satrap}).write_parquet("clicks.parquet")
+    (example,) = re.findall(r"^Example: satrap (train clicks\.parquet .*)$", shown, re.MULTILINE)
+    assert main([*shlex.split(example), "--script", "train.py"]) == 0
+    endings = set(re.findall(r"\.[a-z]+(?![a-z.])", shown.partition("FILES  ")[2].partition("compressed")[0]))
+    assert len(endings) == 11
+    for ending in endings:
+        Path(f"data{ending}").write_text("a,b\n1,2\n")
+        infer_source(f"data{ending}")
 
 
 def test_the_guide_has_every_option(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,8 +1,6 @@
-"""`satrap train`: its script gives the same bits as the command, in every format; bad input is an error."""
+"""`satrap train`: its script gives the same bits as the command, in every format."""
 
 import contextlib
-import gzip
-import os
 import re
 import shlex
 import subprocess
@@ -14,7 +12,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.feather
-import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -22,69 +19,10 @@ import satrap
 from child_processes import SATRAP
 from satrap.cli.main import main
 from satrap.data.inferred_source import column_names, infer_source, sample_rows
+from train_files import METRICS, clicks, error_of, rows_of, run, script_of, write
 from waiting import DEADLINE_SECONDS
 
 FORMATS = ("parquet", "arrow", "csv", "tsv", "csv.gz", "txt")
-METRICS = re.compile(
-    r"^(DCN|logistic regression): AUC ([\d.]+), log loss ([\d.]+); ([\d,]+) steps, ([\d,]+) rows$", re.MULTILINE
-)
-
-
-def clicks(num_rows: int = 3000, seed: int = 0) -> pa.Table:
-    """Users who like some items: what a logistic regression over users and items learns in part."""
-    draw = np.random.default_rng(seed)
-    user, item = draw.integers(0, 40, num_rows), draw.integers(0, 25, num_rows)
-    price = draw.gamma(2.0, 10.0, num_rows).round(2) + 0.01
-    logit = 1.5 * ((user % 5) - 2) + ((item % 3) - 1) - 0.02 * price
-    return pa.table(
-        {
-            "user_id": user,
-            "item": [f"item {each}" for each in item],
-            "price": pa.array(price, mask=draw.random(num_rows) < 0.1),
-            "day": np.arange(num_rows) // 100,
-            "click": (draw.random(num_rows) < 1 / (1 + np.exp(-logit))).astype(int),
-        }
-    )
-
-
-def write(folder: Path, suffix: str, table: pa.Table, name: str = "clicks") -> Path:
-    path = folder / f"{name}.{suffix}"
-    if suffix == "parquet":
-        pq.write_table(table, path)
-    elif suffix == "arrow":
-        pyarrow.feather.write_feather(table, str(path), compression="uncompressed")
-    else:
-        delimiter = {"tsv": "\t", "txt": ";"}.get(suffix, ",")
-        sink = pa.BufferOutputStream()
-        pyarrow.csv.write_csv(table, sink, pyarrow.csv.WriteOptions(delimiter=delimiter))
-        text = sink.getvalue().to_pybytes()
-        path.write_bytes(gzip.compress(text) if suffix.endswith(".gz") else text)
-    return path
-
-
-def run(folder: Path, *command: str | Path) -> str:
-    done = subprocess.run(
-        list(map(str, command)),
-        cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_SECONDS,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def rows_of(folder: Path) -> dict[str, dict[int, bytes]]:
-    """Return the rows of all tables of the newest checkpoint, by id."""
-    found = {}
-    with satrap.Reader(folder / "checkpoint") as reader:
-        for name, table in reader.tables.items():
-            found[name] = {
-                int(i): row.tobytes() for ids, rows in table.rows() for i, row in zip(ids, rows.values, strict=True)
-            }
-    return found
 
 
 def test_the_command_and_its_script_give_the_same_bits(tmp_path: Path) -> None:
@@ -105,6 +43,58 @@ def test_the_command_and_its_script_give_the_same_bits(tmp_path: Path) -> None:
     assert rows_of(tmp_path / "mine") == rows_of(tmp_path / "run")
     resumed = run(tmp_path, sys.executable, "run/train.py")
     assert METRICS.findall(resumed) == metrics, "a script that runs again returns to the best"
+    assert resumed.endswith("to write a report: satrap report run\n")
+    page = (tmp_path / "run/report.html").read_text()
+    assert "<title>train.py in run: clicks.parquet</title>" in page and "Validation: test AUC" in page
+
+
+def test_a_script_in_another_folder_names_the_right_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "parquet", clicks())
+    names = script_of(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    with pytest.raises(SystemExit, match="run this script in the folder in which `satrap train` was called"):
+        names["main"]()
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+@pytest.mark.parametrize("num_trainers", [1, 2])
+def test_the_script_trains_its_model_under_satrap_run(num_trainers: int, tmp_path: Path) -> None:
+    write(tmp_path, "parquet", clicks())
+    options = ("--ignore", "day", "--epochs", "4", "--script", "mine.py", "--out", "mine")
+    run(tmp_path, SATRAP, "train", "clicks.parquet", *options)
+    trainers = ("--trainers", str(num_trainers), "--folder", "of_run")
+    (metrics,) = METRICS.findall(run(tmp_path, SATRAP, "run", "mine.py", "--servers", "2", *trainers))
+    assert metrics[0] == "DCN" and 0.65 < float(metrics[1]) < 1
+    assert {path.name for path in (tmp_path / "mine").iterdir()} == {"checkpoint", "finished"}
+    if num_trainers == 1:
+        alone = METRICS.findall(run(tmp_path, sys.executable, "mine.py"))
+        assert alone[0] == metrics, "the run has finished, so the script returns to its best"
+
+
+def test_the_calls_for_several_trainers_change_nothing_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows and metrics are those of a script without them."""
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "parquet", clicks(1000))
+    script_of(tmp_path, "--epochs", "1")
+    text = Path("train.py").read_text()
+    plain = text.replace("    net = embeddings.parallel(net)\n", "").replace('RUN = "run"', 'RUN = "plain"')
+    plain = plain.replace("    train = train.replace(batch_size=max(1, BATCH_SIZE // trainers.world_size))\n", "")
+    assert len(text.splitlines()) - len(plain.splitlines()) == 2
+    Path("plain.py").write_text(plain)
+    outputs = [METRICS.findall(run(tmp_path, sys.executable, name)) for name in ("train.py", "plain.py")]
+    assert outputs[0] == outputs[1] and len(outputs[0]) == 2
+    assert rows_of(tmp_path / "run") == rows_of(tmp_path / "plain")
+
+
+def test_the_progress_of_each_model_begins_with_its_name(tmp_path: Path) -> None:
+    write(tmp_path, "parquet", clicks(1000))
+    run(tmp_path, SATRAP, "train", "clicks.parquet", "--script", "train.py", "--epochs", "1")
+    command = (sys.executable, "train.py")
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=True)
+    lines = done.stderr.splitlines()
+    assert lines[0] == "DCN:" and lines.index("logistic regression:") > 1
 
 
 def test_the_first_number_of_each_embedding_is_a_weight_of_its_id(
@@ -113,9 +103,7 @@ def test_the_first_number_of_each_embedding_is_a_weight_of_its_id(
     """The regression has such weights; without them the DCN finds the effects of ids later, and overfits first."""
     monkeypatch.chdir(tmp_path)
     write(tmp_path, "parquet", clicks())
-    assert main(["train", "clicks.parquet", "--ids", "day", "--script", "train.py"]) == 0
-    names: dict[str, Any] = {"__name__": "script"}
-    exec(compile(Path("train.py").read_text(), "train.py", "exec"), names)
+    names = script_of(tmp_path, "--ids", "day")
     with names["embeddings_of"](names["IDS"], 0.1) as embeddings:
         net = names["Net"](lambda numbers, _: numbers.new_zeros(len(numbers)), embeddings, 0.0)
         parts = [torch.randn(3, dim) for dim in names["IDS"].values()]
@@ -342,87 +330,24 @@ def test_words_among_numbers_are_missing_in_the_script(tmp_path: Path, capsys: p
         assert np.all(next(iter(batches)).dense == np.float32(names["NUMBERS"]["price"][0]))
 
 
-# -- bad input ---------------------------------------------------------------------------------------------------------
-
-
-def error_of(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
-    assert main(["train", *map(str, arguments)]) == 1
-    return capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "give columns=; columns= is an argument of satrap.CSV in a script"),
-        ("a,click\n\xe9,0\n", "; encoding= is an argument of satrap.CSV in a script, for which this command has no"),
-        ("a,click\n\xe9,0\n", "convert the file, such as by iconv -f latin1 -t utf-8 FILE > NEW"),
-        ("a,click\n", "found no rows; expected at least one"),
-        ("1.5,0\n2.5,1\n", "its first line has '1.5', which is no name of a column"),
-        ("a,a,click\nx,y,0\nx,y,1\n", "has several columns 'a'"),
-        ("a,b\nx,0\ny,1\n", "no label was named; name it with --label COLUMN"),
-        ("a,click\nx,0\nx,2\ny,5\n", "label 'click' has 3 distinct values"),
-        ("a,click\nx,1\ny,1\n", "label 'click' has one value only, '1'"),
-        ("a,click\nx,0\ny,1\n", " 0 for test among the rows with a label; expected at least 1 for each: give more"),
-        ("a,click\n" + "x,\ny,\n" * 200 + "x,1\ny,0\n", "2 for training, 0 for validation, 0 for test among the rows"),
-        ("a,click\n" + "x,0\ny,1\n" * 20, "column 'a' tells the label 'click' in every row"),
-    ],
-)
-def test_files_that_cannot_be_trained_on(
-    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_the_help_holds_for_the_file_of_the_readme(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "data.csv").write_text(text, encoding="latin-1")
-    assert message in error_of(capsys, tmp_path / "data.csv", "--out", tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["clicks.xls"], "the name ends with .xls; expected .parquet"),
-        (["missing.csv"], "there is no such file or folder"),
-        (["clicks.csv", "--label", "clik"], "--label: there is no column 'clik'"),
-        (["clicks.csv", "--epochs", "0"], "--epochs is 0; expected"),
-        (["clicks.csv", "--max-bad-rows", "-1"], "--max-bad-rows is -1; expected"),
-        (["clicks.csv", "--out", "."], "exists and is not empty"),
-        (["clicks.csv", "--out", "a run"], "or remove it, or continue it: python 'a run/train.py'"),
-        (["clicks.csv", "--script", "clicks.csv"], "exists; expected a new file"),
-        (["clicks.csv", "--test", "other.csv"], "other.csv has no column 'user_id'"),
-        (["clicks.csv", "--test", "clicks.parquet"], "is of another format"),
-        (["clicks.csv", "--test", "empty.csv"], "empty.csv: found no rows; expected at least one"),
-        (["clicks.csv", "--test-after", "same"], "nine tenths of column 'same' hold"),
-        (["clicks.csv", "clicks.parquet"], "files of one format"),
-        (["clicks.parquet", "--missing", "-"], "--missing: words stand for missing values in text files, and"),
-    ],
-)
-def test_arguments_that_cannot_be_used(
-    arguments: list[str],
-    message: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    """Its example runs, and all endings that it names are read."""
     monkeypatch.chdir(tmp_path)
-    table = clicks(100).append_column("same", pa.array([3] * 99 + [4]))
-    write(tmp_path, "csv", table)
-    write(tmp_path, "parquet", table)
-    (tmp_path / "clicks.xls").write_text("x")
-    (tmp_path / "a run").mkdir()
-    (tmp_path / "a run/train.py").touch()
-    (tmp_path / "other.csv").write_text("a,click\nx,1\n")
-    (tmp_path / "empty.csv").write_text(",".join(table.column_names) + "\n")
-    before = sorted(path.name for path in tmp_path.iterdir())
-    assert message in error_of(capsys, *arguments)
-    assert sorted(path.name for path in tmp_path.iterdir()) == before
-
-
-def test_a_script_that_fails_is_an_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The label has a third value beyond the rows by which the columns were planned."""
-    (tmp_path / "clicks.csv").write_text("a,b,click\n" + "x,1,0\ny,2,1\nx,1,1\n" * 50)
-    (tmp_path / "test.csv").write_text("a,b,click\nx,1,3\n")
-    out = tmp_path / "run"
-    assert main(["train", str(tmp_path / "clicks.csv"), "--test", str(tmp_path / "test.csv"), "--out", str(out)]) == 1
-    error = capfd.readouterr().err
-    assert "column 'click' holds '3'; expected 0 or 1" in error and "train.py ended with status 1" in error
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    shown = capsys.readouterr().out
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    (call,) = re.findall(r"^clicks = (satrap\.synthetic\.Clicks\((?:.|\n)*?\n\))$", readme, re.MULTILINE)
+    eval(call.replace("220_000", "2_000"), {"satrap": satrap}).write_parquet("clicks.parquet")
+    (example,) = re.findall(r"^Example: satrap (train clicks\.parquet .*)$", shown, re.MULTILINE)
+    assert main([*shlex.split(example), "--script", "train.py"]) == 0
+    endings = set(re.findall(r"\.[a-z]+(?![a-z.])", shown.partition("FILES  ")[2].partition("compressed")[0]))
+    assert len(endings) == 11
+    for ending in endings:
+        Path(f"data{ending}").write_text("a,b\n1,2\n")
+        infer_source(f"data{ending}")
 
 
 def test_the_guide_has_every_option(capsys: pytest.CaptureFixture[str]) -> None:

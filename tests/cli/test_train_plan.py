@@ -140,13 +140,17 @@ ITEMS = np.random.default_rng(0).integers(0, 2**31, 1700)
 @pytest.mark.parametrize(
     ("numbers", "use", "why"),
     [
-        (np.arange(6000) % 899 * 3, "number and id", "numbers that repeat; dim 16"),
+        (np.arange(6000) % 899 * 3, "number and id", "each number repeats, so it gets an embedding, too; dim 16"),
         (
             ITEMS[np.minimum(np.random.default_rng(1).zipf(1.3, 60_000) - 1, 1699)],
             "number and id",
-            "numbers that repeat",
+            "each number repeats, so it gets an embedding, too",
         ),
-        (np.random.default_rng(2).lognormal(3, 1.5, 60_000).astype(int), "number", "a long tail, as counts have"),
+        (
+            np.random.default_rng(2).lognormal(3, 1.5, 60_000).astype(int),
+            "number",
+            "mostly small with a few large ones, as counts are",
+        ),
         (np.random.default_rng(3).integers(0, 10**6, 6000), "number", "too few rows of each number for an embedding"),
         (np.arange(6000) % 2 * 7, "number", "two distinct numbers"),
     ],

@@ -9,8 +9,9 @@ import argparse
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 from satrap.cli.conversion import conversion_lines
@@ -18,6 +19,7 @@ from satrap.cli.options import Commands, add_names, add_number, add_path, in_opt
 from satrap.cli.train_plan import (
     LABEL_NAMES,
     ColumnPlan,
+    LabelPlan,
     Overrides,
     missing_words,
     plan_columns,
@@ -25,7 +27,7 @@ from satrap.cli.train_plan import (
 from satrap.cli.train_script import ScriptSettings, write_script
 from satrap.config.location import Location
 from satrap.config.validation import check_integer
-from satrap.data.column_profile import clean_values, labels_of, profile_column, reveals_label, value_at
+from satrap.data.column_profile import ColumnProfile, clean_values, labels_of, profile_column, reveals_label, value_at
 from satrap.data.delimited import CSV
 from satrap.data.inferred_source import column_names, infer_source, sample_rows
 from satrap.data.source import FileSource
@@ -55,14 +57,16 @@ def add_train(commands: Commands) -> None:
         "values and shown as a table; a script is written and run: it trains a DCN, and a logistic regression to "
         "compare, until their log loss on samples for validation stops falling, and prints the AUC and log loss of "
         "both on held-out samples. The folder of the run gets the script, train.py, which you can edit and run, "
-        "checkpoints, and a report.",
-        epilog="Example: satrap train clicks.parquet --label click --ignore session_id",
+        "checkpoints, and a report. Under `satrap run` the script trains the DCN only.",
+        epilog="Example: satrap train clicks.parquet --label label --ignore C3",
     )
     train.add_argument(
         "files",
         nargs="+",
         metavar="FILES",
-        help="Parquet, Arrow, CSV or TSV files, folders, globs or URLs; text may be compressed",
+        help="files, folders, globs or URLs: .parquet or .pq; .arrow, .arrows, .feather or .ipc; or text that begins "
+        "with a line of the names of the columns: .csv, .tsv, .tab, .txt or .psv, also compressed: .csv.gz, .csv.bz2, "
+        ".csv.zst, .csv.lz4",
     )
     train.add_argument(
         "--label",
@@ -152,15 +156,19 @@ def _check_options(options: argparse.Namespace) -> None:
             check_integer("train", f"--{name.replace('_', '-')}", value, low, high)
     for path in (*options.files, *([options.test] if options.test else [])):
         Location.parse(path, "the path")
-    out = options.out
-    if options.script is None and out.exists() and (not out.is_dir() or any(out.iterdir())):
-        script = out / "train.py"
-        resume = f", or continue it: {shlex.join(['python', str(script)])}" if script.exists() else ""
-        raise ConfigError(
-            f"--out: {out} exists and is not empty; expected a new folder: name another, or remove it{resume}"
-        )
     if options.script is not None and options.script.exists():
         raise ConfigError(f"--script: {options.script} exists; expected a new file: name another, or remove it")
+
+
+def _require_new_folder(options: argparse.Namespace) -> None:
+    out, script = options.out, options.out / "train.py"
+    if options.script is not None or not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return
+    is_same = script.is_file() and all(f'"{file}"' in script.read_text() for file in options.files)
+    resume = f", or continue its run: {shlex.join(['python', str(script)])}" if is_same else ""
+    raise ConfigError(
+        f"the folder {out} (--out) exists and is not empty; expected a new one: name another with --out{resume}"
+    )
 
 
 def _infer(source: FileSource, path: Any, options: argparse.Namespace) -> tuple[ColumnPlan, ScriptSettings, int]:
@@ -190,18 +198,19 @@ def _infer(source: FileSource, path: Any, options: argparse.Namespace) -> tuple[
         rows = {name: clean_values(rows[name], is_typed=False, missing=missing).array for name in names}
     plan = plan_columns(profiles, overrides)
     _refuse_leaks(plan, rows, is_typed)
+    _require_new_folder(options)
+    tested = () if options.test is None else _tested_columns(source, plan, options)
     num_sampled = len(rows[names[0]])
     num_rows = num_sampled if num_sampled < _SAMPLED_ROWS else _count_rows(source, names[0])
     epochs = min(_MOST_EPOCHS, max(_LEAST_EPOCHS, round(_ROWS_TRAINED / num_rows)))
     batch_size = next((size for limit, size in _BATCHES if num_rows < limit), _LARGEST_BATCH)
-    if options.test is not None:
-        _check_test(source, [column.profile.name for column in plan.columns if column.use != "ignored"], options.test)
     batch_size = options.batch_size or batch_size
     settings = ScriptSettings(
         path=path,
         kind=type(source).__name__,
         delimiter=source.delimiter if isinstance(source, CSV) else None,
-        missing=tuple(options.missing),
+        missing=tuple(sorted({*options.missing}.union(*(profile.missing_texts for profile in tested)))),
+        strip=any(profile.has_blanks for profile in (*plan.used, *tested)),
         parts=_parts(rows, path, is_typed, options),
         epochs=options.epochs or epochs,
         validate_steps=max(1, round(num_rows * (1 - 2 * _HELD_OUT) / batch_size)),
@@ -210,6 +219,7 @@ def _infer(source: FileSource, path: Any, options: argparse.Namespace) -> tuple[
         staleness=options.staleness,
         seed=options.seed,
         out=str(options.out),
+        checked=next((path for path in options.files if not Path(path).is_absolute() and Path(path).exists()), None),
     )
     if num_rows < _ROWS_COUNTED:
         _check_parts(source, plan, settings)
@@ -242,14 +252,54 @@ def _count_rows(source: FileSource, column: str) -> int:
             return sum(batch.batch_size for batch in batches)
 
 
-def _check_test(source: FileSource, used: Sequence[str], test: str) -> None:
-    """Raise if the file to test on is of another format, has not all columns, or has no rows."""
-    other = infer_source(test)
+def _tested_columns(source: FileSource, plan: ColumnPlan, options: argparse.Namespace) -> list[ColumnProfile]:
+    """Return the columns that are used of the file to test on; raise if it is of another format, has not all columns or
+    no rows, or has other labels or no numbers where those of training are."""
+    test = options.test
+    other = infer_source(test).replace(seed=options.seed, max_bad_rows=options.max_bad_rows)
     if type(other) is not type(source) or getattr(other, "delimiter", None) != getattr(source, "delimiter", None):
         raise InputError(f"--test: {test} is of another format than {source.path}; expected the same format")
-    if missing := [name for name in used if name not in column_names(other)]:
-        raise InputError(f"--test: {test} has no column {missing[0]!r}; expected the columns of {source.path}")
-    sample_rows(other, used[:1], 1)
+    names, available = [profile.name for profile in plan.used], column_names(other)
+    if absent := [name for name in names if name not in available]:
+        raise InputError(f"--test: {test} has no column {absent[0]!r}; expected the columns of {source.path}")
+    rows = sample_rows(other, names, _SAMPLED_ROWS)
+    words = plan.missing_texts.union(options.missing)
+    is_typed = not isinstance(source, CSV)
+    profiles = [profile_column(name, rows[name], is_typed=is_typed, missing=words) for name in names]
+    numbers = [number.name for number in plan.numbers]
+    for known, profile in zip(plan.used, profiles, strict=True):
+        if profile.name == plan.label.column:
+            _check_test_label(plan.label, known, profile, f"--test: {test}")
+        elif profile.name in numbers and not profile.is_number and profile.kind != "empty":
+            unread = () if profile.numbers is None else profile.numbers.words
+            shown = (*unread, *profile.values, profile.kind)[0]
+            raise InputError(
+                f"--test: {test}: column {profile.name!r} holds {shown!r}; expected numbers, as in {source.path}: if "
+                "it stands for a missing value, name it with --missing"
+            )
+    return profiles
+
+
+def _check_test_label(label: LabelPlan, known: ColumnProfile, tested: ColumnProfile, where: str) -> None:
+    """Raise if the labels to test on are others than those of training, or missing."""
+    expected = " or ".join(map(repr, sorted(known.values)))
+    if tested.kind == "empty" or (tested.num_missing and not label.drops_missing):
+        raise InputError(
+            f"{where}: column {label.column!r} has no value in {tested.num_missing:,} of {tested.num_rows:,} rows; "
+            f"expected a label in every row, {expected}"
+        )
+    if known.is_number and tested.is_number:
+        others = {tested.least, tested.most} - {known.least, known.most} or tested.num_distinct > 2
+    else:
+        others = known.is_number or set(tested.values) - set(known.values)
+    if others:
+        values = sorted(tested.values)
+        shown = ", ".join(map(repr, values[:5]))
+        raise InputError(
+            f"{where}: column {label.column!r} holds {shown}; expected {expected}, as in training: replace the labels "
+            "of one file; or write the script without --test, by --script FILE, and there list the labels of both, "
+            f"LabelColumn({label.column!r}, values={{{values[0]!r}: 0 or 1, ...}}), and name the test file"
+        )
 
 
 def _parts(

@@ -96,6 +96,11 @@ class ColumnPlan:
     label: LabelPlan
 
     @property
+    def used(self) -> tuple[ColumnProfile, ...]:
+        """The columns that are not ignored."""
+        return tuple(column.profile for column in self.columns if column.use != "ignored")
+
+    @property
     def features(self) -> tuple[IdFeature, ...]:
         """The features of ids, in the order of the columns."""
         return tuple(feature for column in self.columns for feature in column.features)
@@ -108,7 +113,7 @@ class ColumnPlan:
     @property
     def missing_texts(self) -> frozenset[str]:
         """The texts that stand for a missing value in the columns that are used."""
-        return frozenset().union(*(c.profile.missing_texts for c in self.columns if c.use != "ignored"))
+        return frozenset().union(*(profile.missing_texts for profile in self.used))
 
     def lines(self) -> Iterator[str]:
         """Yield the table that shows the plan."""
@@ -329,9 +334,9 @@ def _use_of_integers(profile: ColumnProfile) -> tuple[Use, str]:
     if is_named:
         return "id", "by its name"
     if profile.most >= _MOST_COUNT or profile.least < -_MOST_COUNT:
-        return "id", "numbers too large for counts"
+        return "id", "too large to count something: keys or hashes"
     if profile.num_distinct > 1000 and repeats >= 2 and profile.least >= 0 and spread <= 4 * profile.num_distinct:
-        return "id", "many numbers without gaps"
+        return "id", "many numbers without gaps, as keys have"
     if profile.num_distinct <= 2:
         return "number", "two distinct numbers"
     if _needs_declared_kind(profile):
@@ -340,10 +345,10 @@ def _use_of_integers(profile: ColumnProfile) -> tuple[Use, str]:
     if repeats < (_LEAST_REPEATS if is_few else _LEAST_REPEATS_OF_MANY):
         return "number", "too few rows of each number for an embedding"
     if is_few:
-        return "number and id", "few distinct numbers"
+        return "number and id", "few numbers, so each gets an embedding, too"
     if profile.has_long_tail:
-        return "number", "a long tail, as counts have"
-    return "number and id", "numbers that repeat"
+        return "number", "mostly small with a few large ones, as counts are"
+    return "number and id", "each number repeats, so it gets an embedding, too"
 
 
 def _is_different_in_each_row(profile: ColumnProfile) -> bool:

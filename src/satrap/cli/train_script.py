@@ -24,7 +24,9 @@ class ScriptSettings:
     delimiter: str | None
     """The delimiter of text; None: the source is typed."""
     missing: tuple[str, ...]
-    """Texts that stand for a missing value, besides those that were seen in columns."""
+    """Texts that stand for a missing value, besides those that were seen in the training data."""
+    strip: bool
+    """Whether blanks around texts are left out."""
     parts: tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]
     """The options of the source that select the samples for training, for validation and for the test; with `path` if
     another file holds the test."""
@@ -37,6 +39,8 @@ class ScriptSettings:
     staleness: int
     seed: int
     out: str
+    checked: str | None
+    """The relative path of data without which the script does not start; None: it has none."""
 
 
 def write_script(plan: ColumnPlan, settings: ScriptSettings) -> str:
@@ -49,7 +53,7 @@ def write_script(plan: ColumnPlan, settings: ScriptSettings) -> str:
         _models(plan),
         _embeddings(plan, settings),
         _fit(settings),
-        _MAIN.format(seed=settings.seed, num_dense=_num_dense(plan)),
+        _MAIN.format(seed=settings.seed, num_dense=_num_dense(plan), check=_check(settings.checked)),
     ]
     return "".join(parts)
 
@@ -98,10 +102,9 @@ def _source(plan: ColumnPlan, settings: ScriptSettings) -> str:
             columns.append(f"{_text(feature.name)}: {column}")
         arguments.append(_nested("ids={", columns, "}", 8))
     if settings.delimiter is not None:
-        profiles = [column.profile for column in plan.columns if column.use != "ignored"]
         if missing := sorted(plan.missing_texts.union(settings.missing)):
             arguments.append(_nested("missing=[", list(map(_text, missing)), "]", 8))
-        if any(profile.has_blanks for profile in profiles):
+        if settings.strip:
             arguments.append("strip=True")
         if settings.delimiter != ",":
             arguments.append(f"delimiter={_text(settings.delimiter)}")
@@ -162,7 +165,15 @@ def _fit(settings: ScriptSettings) -> str:
     options[0] += ["shuffle=True", f"epochs={settings.epochs}"]
     sources = zip(("train", "validate", "test"), options, strict=True)
     lines = {name: _wrapped(f"    {name} = source(", arguments, ")", 4) for name, arguments in sources}
-    return _FIT.format(**lines)
+    shown = ['"model": name', f'"data": {_text(_short_name(settings.path))}']
+    return _FIT.format(settings=_nested("settings={", shown, "}", 8), **lines)
+
+
+def _check(path: str | None) -> str:
+    """Return the statement that refuses to run in another folder, where a new folder RUN would be left."""
+    if path is None:
+        return ""
+    return _CHECK.format(condition=_wrapped("    if not pathlib.Path(", [_text(path)], ").exists():", 4))
 
 
 # -- text --------------------------------------------------------------------------------------------------------------
@@ -210,12 +221,14 @@ def _short_name(path: str | Sequence[str]) -> str:
 _HEAD = '''"""Predicts `{label}` from {data}.
 
 Written by `satrap train`, to be edited. Run it in the folder in which that
-command was called. It continues after its best checkpoint, unless it had
-finished: then it tests only. To start again, remove the folder RUN, or name
-another.
+command was called, by python or by `satrap run`. It continues after its best
+checkpoint, unless it had finished: then it tests only. To start again, remove
+the folder RUN, or name another.
 """
 
 import pathlib
+import shlex
+import sys
 
 import satrap
 import torch
@@ -322,13 +335,22 @@ _EMBEDDINGS = '''def embeddings_of(dims, lr):
 
 '''
 
-_FIT = '''def fit(name, net, embeddings, lr, folder):
+_FIT = '''def is_alone(embeddings):
+    """Return whether the rows are in this process, not on servers."""
+    return isinstance(embeddings.tables, satrap.TableGroup)
+
+
+def fit(name, net, embeddings, lr, folder):
     """Train until validation gets worse, and return to the best.
 
     Prints the metrics on test samples, which have no influence on training.
     Returns the log loss of the best validation.
     """
-{train}{validate}{test}    optimizer = embeddings.optimizer(torch.optim.Adam(net.parameters(), lr=lr))
+{train}{validate}{test}    trainers = embeddings.trainers  # one, but for `satrap run --trainers`
+    is_first = trainers.rank == 0  # it prints, and each trains on its share
+    train = train.replace(batch_size=max(1, BATCH_SIZE // trainers.world_size))
+    net = embeddings.parallel(net)
+    optimizer = embeddings.optimizer(torch.optim.Adam(net.parameters(), lr=lr))
     validation = satrap.Validation(
         net, embeddings, validate, metric="log_loss", patience=2
     )
@@ -343,9 +365,16 @@ _FIT = '''def fit(name, net, embeddings, lr, folder):
     )
     end = pathlib.Path(folder, "finished")
     is_finished = run.resume() and end.exists()
-    if is_finished:
+    if is_finished and is_first:
         print(f"{{name}} had finished; to train it longer, remove {{end}}")
-    with satrap.Progress(embeddings, record=folder) as progress:
+    elif is_first:
+        print(f"{{name}}:", file=sys.stderr)  # where Progress prints
+    with satrap.Progress(
+        embeddings,
+        None if is_first else [],
+        record=folder if is_alone(embeddings) else None,
+        {settings},
+    ) as progress:
         for batch in [] if is_finished else embeddings.stream(train):
             logits = net(batch.dense, batch.embeddings)
             loss = torch.nn.functional.binary_cross_entropy_with_logits(
@@ -362,33 +391,50 @@ _FIT = '''def fit(name, net, embeddings, lr, folder):
                 break
         else:
             validation.step(every_steps=1, progress=progress, checkpoint=run)
-    end.touch()
-    run.resume()  # only the best is saved
-    embeddings.eval()
-    net.eval()
-    result = satrap.evaluate(net, embeddings.stream(test))
-    metrics = f"AUC {{result.auc():.4f}}, log loss {{result.log_loss():.4f}}"
+        run.resume()  # only the best is saved
+        embeddings.eval()
+        net.eval()
+        result = satrap.evaluate(net, embeddings.stream(test))
+        auc, log_loss = result.auc(), result.log_loss()
+        tested = {{"test AUC": auc, "test log loss": log_loss}}
+        progress.report_evaluation(embeddings.step, tested)
+    metrics = f"AUC {{auc:.4f}}, log loss {{log_loss:.4f}}"
     rows = sum(map(len, embeddings.tables.values()))
-    print(f"{{name}}: {{metrics}}; {{embeddings.step:,}} steps, {{rows:,}} rows")
+    if is_first:
+        steps = f"{{embeddings.step:,}} steps, {{rows:,}} rows"
+        print(f"{{name}}: {{metrics}}; {{steps}}")
+        end.touch()
     return validation.best
 
 
 '''
 
+_CHECK = """{condition}        sys.exit(
+            "the data is not here: run this script in the folder in which "
+            "`satrap train` was called, or correct the paths in it"
+        )
+"""
+
 _MAIN = '''def main():
-    """Train a DCN and a logistic regression, and say which is better."""
-    torch.manual_seed({seed})
+    """Train a DCN and a logistic regression, and say which is better.
+
+    On servers it trains the DCN only: they hold the tables of one model.
+    """
+{check}    torch.manual_seed({seed})
     embeddings = embeddings_of(IDS, lr=0.1)
     dcn = satrap.models.DCN({num_dense}, embeddings, deep=(128, 64))
     losses = {{}}
     net = Net(dcn, embeddings, 0.2)
     losses["DCN"] = fit("DCN", net, embeddings, lr=1e-3, folder=RUN)
+    if not is_alone(embeddings):
+        return
 
     name = "logistic regression"
     embeddings = embeddings_of(dict.fromkeys(IDS, 1), lr=0.1)
     net = Net(Logistic(), embeddings, 0.0)
     losses[name] = fit(name, net, embeddings, lr=0.02, folder=f"{{RUN}}/logistic")
     print(f"better in validation: {{min(losses, key=losses.get)}}")
+    print("to write a report:", shlex.join(["satrap", "report", RUN]))
 
 
 if __name__ == "__main__":

@@ -42,7 +42,8 @@ def infer_source(path: str | Sequence[str]) -> FileSource:
         return CSV(path, delimiter=_delimiter(path, suffix))
     raise SourceError(
         f"{files[0].name}: the name ends with {suffix or 'no suffix'}; expected .parquet, .arrow, .feather, .csv, .tsv "
-        "or .txt, where text may also be compressed, as in .csv.gz"
+        "or .txt, where text may also be compressed, as in .csv.gz: rename or link the file, or declare it in a "
+        "script, such as by satrap.CSV"
     )
 
 

@@ -20,7 +20,10 @@ def title_of(run: RunRecords) -> str:
     scripts = [loop.start.get("script") for loop in run.loops]
     scripts += [event.get("settings", {}).get("script") for event in run.events]
     names = [str(script).rpartition("/")[2] for script in scripts if script]
-    return f"{names[-1]} in {run.name}" if names and names[-1] else f"Run {run.name}"
+    title = f"{names[-1]} in {run.name}" if names and names[-1] else f"Run {run.name}"
+    settings = [loop.settings.get("script") for loop in run.loops]
+    data = [given["data"] for given in settings if isinstance(given, Mapping) and given.get("data")]
+    return f"{title}: {_shown(data[-1])}" if data else title
 
 
 def state_of(run: RunRecords, now: float) -> tuple[str, str]:

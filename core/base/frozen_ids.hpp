@@ -11,6 +11,7 @@
 
 #include "base/assertions.hpp"
 #include "base/hash.hpp"
+#include "base/inlining.hpp"
 
 namespace satrap {
 
@@ -41,7 +42,7 @@ class IdSet {
             if (places_[at] == empty_) return false;
         }
     }
-    void prefetch(std::uint64_t id) const { __builtin_prefetch(&places_[home(id)]); }
+    SATRAP_ALWAYS_INLINE void prefetch(std::uint64_t id) const { __builtin_prefetch(&places_[home(id)]); }
 
   private:
     std::size_t home(std::uint64_t id) const { return mix64(id) >> shift_; }

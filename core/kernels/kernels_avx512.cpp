@@ -2,6 +2,7 @@
 #include <immintrin.h>
 
 #include "base/hash.hpp"
+#include "base/inlining.hpp"
 #include "kernels/kernels.hpp"
 
 namespace satrap {

@@ -86,7 +86,7 @@ inline void copy_floats(float* to, const float* from, std::uint32_t dim) {
     for (std::uint32_t i = 0; i < dim; ++i) to[i] = from[i];
 }
 
-inline void prefetch_gradient(const float* row, std::uint32_t dim) {
+SATRAP_ALWAYS_INLINE void prefetch_gradient(const float* row, std::uint32_t dim) {
     for (std::uint32_t i = 0; i < dim && i < 128; i += 16) __builtin_prefetch(row + i);
 }
 

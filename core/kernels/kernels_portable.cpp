@@ -1,5 +1,6 @@
 // The kernels compiled for portable; see kernels.hpp.
 #include "base/hash.hpp"
+#include "base/inlining.hpp"
 #include "kernels/kernels.hpp"
 
 namespace satrap {

@@ -2,8 +2,8 @@
 
 // Rows are prefetched some entries ahead of their copy; those of an id's earlier entry are in the cache
 // already.
-inline void prefetch_values(const std::byte* const* rows, const std::uint32_t* local, std::size_t e, std::size_t count,
-                            std::uint32_t dim) {
+SATRAP_ALWAYS_INLINE void prefetch_values(const std::byte* const* rows, const std::uint32_t* local, std::size_t e,
+                                          std::size_t count, std::uint32_t dim) {
     constexpr std::size_t kAhead = 8;
     if (e + kAhead >= count) return;
     const std::byte* row = rows[local[e + kAhead]];

@@ -53,7 +53,7 @@ class Index {
     }
     std::size_t num_pages() const { return states_.size(); }
 
-    void prefetch(std::uint64_t hash) const {
+    SATRAP_ALWAYS_INLINE void prefetch(std::uint64_t hash) const {
         const IndexPage& page = page_of(hash);
         prefetch_early(&page.groups[page.home(hash)]);
     }

@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "base/assertions.hpp"
+#include "base/inlining.hpp"
 
 namespace satrap {
 
@@ -135,7 +136,7 @@ class FrameOrder {
         }
         return *pointer.load();
     }
-    void prefetch(std::uint32_t frame) const {
+    SATRAP_ALWAYS_INLINE void prefetch(std::uint32_t frame) const {
         const Chunk* chunk = chunk_of(frame);
         __builtin_prefetch(&chunk->stamps[frame % chunk_frames_]);
         __builtin_prefetch(&chunk->rows[frame % chunk_frames_]);

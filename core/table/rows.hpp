@@ -28,6 +28,7 @@
 #include <vector>
 
 #include "base/hash.hpp"
+#include "base/inlining.hpp"
 #include "storage/arena.hpp"
 #include "storage/index.hpp"
 #include "table/old_rows.hpp"
@@ -308,7 +309,7 @@ class Rows {
     struct Hashes {
         const Rows& rows;
         std::uint64_t hash_of(std::uint32_t slot) const { return mix64(rows.id(slot)); }
-        void prefetch(std::uint32_t slot) const { __builtin_prefetch(&rows.head(slot)); }
+        SATRAP_ALWAYS_INLINE void prefetch(std::uint32_t slot) const { __builtin_prefetch(&rows.head(slot)); }
     };
 
     static constexpr std::uint32_t kDoublings =

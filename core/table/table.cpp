@@ -55,7 +55,7 @@ void Table::open_step(const LookupStep& at) {
 }
 
 // A row begins anywhere in a cache line, so its last byte can be in a line that steps of 64 from its first one miss.
-static void prefetch(const std::byte* row, std::size_t bytes) {
+SATRAP_ALWAYS_INLINE static void prefetch(const std::byte* row, std::size_t bytes) {
     for (std::size_t at = 0; at < bytes; at += 64) prefetch_early(row + at);
     prefetch_early(row + bytes - 1);
 }

@@ -108,7 +108,7 @@ class Table {
     // `row`: its slot in its bucket.
     void move_in(std::uint64_t id, std::uint32_t row, std::uint32_t slot, std::uint32_t frame, bool is_new);
     void move_out(std::uint64_t id, std::uint32_t row, std::uint32_t frame, std::uint32_t slot);
-    void prefetch_row(std::uint64_t id, std::uint32_t row) {
+    SATRAP_ALWAYS_INLINE void prefetch_row(std::uint64_t id, std::uint32_t row) {
         __builtin_prefetch(&buckets_[bucket_number(id)].rows.head(row), 1);
     }
 

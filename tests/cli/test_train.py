@@ -122,7 +122,10 @@ def test_training_stops_when_validation_gets_worse(tmp_path: Path) -> None:
 
     saved = sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "run").rglob("*.safetensors"))
     again = run(tmp_path, sys.executable, "run/train.py")
-    assert METRICS.findall(again) == METRICS.findall(output) and again.count("had finished; to train it longer") == 2
+    assert (
+        METRICS.findall(again) == METRICS.findall(output)
+        and again.count("had finished; to train it longer, raise epochs") == 2
+    )
     assert saved == sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "run").rglob("*.safetensors"))
     record = (tmp_path / "run/records/trainer-0.jsonl").read_text()
     assert '"steps"' in record and '"steps"' not in record.rpartition('"start"')[2], "no step was trained again"

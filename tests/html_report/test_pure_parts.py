@@ -25,7 +25,7 @@ from satrap.html_report.chart import (
     thin,
     tick_texts,
 )
-from satrap.html_report.figures import bins
+from satrap.html_report.figures import _validation, bins
 from satrap.html_report.markup import element, escape, json_script
 from satrap.html_report.run_records import Loop, Point, RunRecords, Series, cuts, rates, series_of
 from satrap.html_report.summary import tiles, warnings
@@ -288,3 +288,12 @@ def test_the_tile_of_the_best_evaluation_has_the_metric_that_decided(watched: st
     run.loops[0].evaluations.append({"step": 1, "metrics": {"auc": 0.7, "log_loss": 0.6}} | judgement)
     which = "last" if watched is None else "best"
     assert (f"Validation {watched or 'auc'}", value, f"{which}, step 1") in tiles(run)
+
+
+def test_a_metric_that_the_best_evaluation_lacks_has_no_note_of_it() -> None:
+    """Such as that of a test after the best was restored."""
+    run = RunRecords(name="run", loops=[loop(0, 1, 1, [1])])
+    lines = [{"step": 1, "metrics": {"auc": 0.7}, "is_best": True}, {"step": 1, "metrics": {"test AUC": 0.6}}]
+    run.loops[0].evaluations += [line | {"seconds": 1.0} for line in lines]
+    notes = {name: _validation({"": run}, name).notes for name in ("auc", "test AUC")}
+    assert notes == {"auc": ["At the best evaluation, step 1: 0.7."], "test AUC": []}

@@ -366,7 +366,8 @@ def fit(name, net, embeddings, lr, folder):
     end = pathlib.Path(folder, "finished")
     is_finished = run.resume() and end.exists()
     if is_finished and is_first:
-        print(f"{{name}} had finished; to train it longer, remove {{end}}")
+        print(f"{{name}} had finished; to train it longer, raise epochs or")
+        print(f"patience in this script, and remove {{end}}")
     elif is_first:
         print(f"{{name}}:", file=sys.stderr)  # where Progress prints
     with satrap.Progress(

@@ -15,7 +15,7 @@ Runs = Mapping[str, RunRecords]
 Bars = dict[str, tuple[float, str]]
 """The value of each category, and the text in the further column."""
 _MAX_STALENESS, _MAX_CHARTS = 24, 24
-_WITHOUT = "No {} recorded: Progress was created without embeddings."
+_WITHOUT = "No {} recorded: no step was reported to a Progress that has the embeddings."
 _NO_METRIC = "No evaluation was recorded: satrap.Validation reports one, or Progress.report_evaluation."
 
 
@@ -108,7 +108,7 @@ def _validation(runs: Runs, name: str) -> LineChart:
     """Return the chart of a metric of evaluations, with a note on the best one."""
     chart = _lines(runs, f"Validation: {name}", "metrics", name, y=name, absent=f"No finite {name} was recorded.")
     for run_name, run in runs.items():
-        if (best := run.best) is not None:
+        if (best := run.best) is not None and name in best["metrics"]:
             which = f"the best evaluation of {run_name}" if run_name else "the best evaluation"
             chart.notes.append(f"At {which}, step {best['step']:,}: {number(best['metrics'].get(name))}.")
     return chart

@@ -251,7 +251,7 @@ def _table_listing(run: RunRecords, tables: object) -> Listing:
         dim, optimizer = table.pop("dim", ""), _shown(table.pop("optimizer", ""))
         entries.append((name, *sizes, dim, optimizer, ", ".join(f"{key}: {_shown(v)}" for key, v in table.items())))
     header = ("table", "rows", "memory", "bytes per row", "dim", "optimizer", "other settings")
-    note = "" if entries else "No tables were recorded: Progress was created without embeddings."
+    note = "" if entries else "No tables were recorded: the script has no Progress, or one without the embeddings."
     return Listing("Tables", header, entries, note, "tables")
 
 

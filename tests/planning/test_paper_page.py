@@ -158,10 +158,10 @@ def test_the_arithmetic() -> None:
 def test_the_figures_of_the_page_on_kubernetes(model: str) -> None:
     page = (ROOT / "docs/deploy.md").read_text()
     (row,) = [line for line in page.splitlines() if line.startswith("|") and f"`{model}.toml`" in line]
-    found = plan()
+    planned = plan()
     if model != "paper":
-        found = make_plan(read_description(ROOT / f"examples/planning/{model}.toml"), found.prices, DEFAULTS)
-    text = "\n".join(lines_of(found, ["train.py"]))
+        planned = make_plan(read_description(ROOT / f"examples/planning/{model}.toml"), planned.prices, DEFAULTS)
+    text = "\n".join(lines_of(planned, ["train.py"]))
     for figure in (
         r"for \S+: (\S+ samples/s) requested",
         r"\nsum +(.*?) of rows",

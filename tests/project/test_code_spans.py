@@ -87,8 +87,8 @@ def _docstring(node: ast.AST) -> ast.expr | None:
 def prose(path: Path) -> str:
     """The docstrings and comments of a file, and what follows a `#` in a string."""
     nodes, text = read(path)
-    found = (_docstring(node) for node in nodes)
-    docstrings = [node.value for node in found if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    first_values = (_docstring(node) for node in nodes)
+    docstrings = [node.value for node in first_values if isinstance(node, ast.Constant) and isinstance(node.value, str)]
     return "\n".join([*docstrings, *re.findall("#.*", text)])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +28,7 @@ from satrap.worker.local_rows import local_worker
 from satrap.worker.worker import LookupResult
 
 
-class _Converting:
+class _Converting(ABC):
     """A worker that gives and gets other arrays than the one that does its work."""
 
     worker: Any
@@ -36,23 +37,25 @@ class _Converting:
         return getattr(self.worker, name)
 
     def lookup(self, *args: Any, **options: Any) -> LookupResult:
-        found: LookupResult = self.worker.lookup(*args, **options)
-        sequences = {name: self._seen(rows) for name, rows in found.sequences.items()}
-        return replace(found, block=self._seen(found.block), sequences=sequences)
+        result: LookupResult = self.worker.lookup(*args, **options)
+        sequences = {name: self._seen(rows) for name, rows in result.sequences.items()}
+        return replace(result, block=self._seen(result.block), sequences=sequences)
 
     def update(self, tickets: Any, block_gradients: Any, sequence_gradients: Any = None, **options: Any) -> None:
         blocks = [None if block is None else self._given(block) for block in block_gradients]
         if sequence_gradients is not None:
             sequence_gradients = [
-                {name: self._given(rows) for name, rows in each.items()} for each in sequence_gradients
+                {name: self._given(rows) for name, rows in gradients.items()} for gradients in sequence_gradients
             ]
         self.worker.update(tickets, blocks, sequence_gradients, **options)
 
+    @abstractmethod
     def _seen(self, rows: Any) -> Any:
-        raise NotImplementedError
+        """Return rows as the caller sees them."""
 
+    @abstractmethod
     def _given(self, gradients: Any) -> Any:
-        raise NotImplementedError
+        """Return gradients as the worker gets them."""
 
 
 class ArrayWorker(_Converting):
@@ -119,8 +122,8 @@ class Direct:
 
     def lookup(self, inputs: Inputs, **options: Any) -> Any:
         given = below(inputs, self._num_rows)
-        found = self.worker.lookup(given if self._device is None else as_tensors(given, self._device), **options)
-        return replace(found, masks={name: torch.as_tensor(mask).cpu().numpy() for name, mask in found.masks.items()})
+        result = self.worker.lookup(given if self._device is None else as_tensors(given, self._device), **options)
+        return replace(result, masks={name: torch.as_tensor(mask).cpu().numpy() for name, mask in result.masks.items()})
 
 
 def pair(declared: Features, seed: int = 3, device: str = "cpu") -> list[Any]:
@@ -198,9 +201,9 @@ def take_random_steps(
             assert_equal(workers, ids)
             continue
         looked += [worker.lookup(bags.inputs(), step=step, oldest_open=oldest) for worker in workers[1:]]
-        for each in looked:
-            assert each.block.tobytes() == looked[0].block.tobytes()
-            np.testing.assert_array_equal(each.sequences["path"], looked[0].sequences["path"])
+        for result in looked:
+            assert result.block.tobytes() == looked[0].block.tobytes()
+            np.testing.assert_array_equal(result.sequences["path"], looked[0].sequences["path"])
         waiting.append((step, looked))
         while len(waiting) > late:
             at, tickets = waiting.pop(0)

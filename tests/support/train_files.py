@@ -32,7 +32,7 @@ def clicks(num_rows: int = 3000, seed: int = 0) -> pa.Table:
     return pa.table(
         {
             "user_id": user,
-            "item": [f"item {each}" for each in item],
+            "item": [f"item {number}" for number in item],
             "price": pa.array(price, mask=draw.random(num_rows) < 0.1),
             "day": np.arange(num_rows) // 100,
             "click": (draw.random(num_rows) < 1 / (1 + np.exp(-logit))).astype(int),
@@ -79,13 +79,13 @@ def script_of(folder: Path, *options: str) -> dict[str, Any]:
 
 def rows_of(folder: Path) -> dict[str, dict[int, bytes]]:
     """Return the rows of all tables of the newest checkpoint, by id."""
-    found = {}
+    records = {}
     with satrap.Reader(folder / "checkpoint") as reader:
         for name, table in reader.tables.items():
-            found[name] = {
+            records[name] = {
                 int(i): row.tobytes() for ids, rows in table.rows() for i, row in zip(ids, rows.values, strict=True)
             }
-    return found
+    return records
 
 
 def error_of(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:

@@ -135,15 +135,24 @@ class TorchTable:
 
 
 class PlainArray:
-    """An array read by torch.index_select into a reused buffer: the limit of what this machine can read."""
+    """Arrays of values and state, read by torch.index_select into reused buffers and written by index_copy_: the limit
+    of what this machine can read and write."""
 
     def __init__(self, *, rows: int, dim: int, optimizer: str, num_threads: int) -> None:
         torch.set_num_threads(num_threads)
         self.array = torch.ones(total_rows(rows), dim)
-        self.out = torch.empty(BATCH_IDS, dim)
+        self.state = torch.ones(total_rows(rows), {"adagrad": dim, "rowwise": 1}[optimizer])
+        self.out, self.state_out = torch.empty(BATCH_IDS, dim), torch.empty(BATCH_IDS, self.state.shape[1])
 
     def prepare(self, rows: RowNumbers) -> list[Any]:
         return list(torch.from_numpy(rows))
 
     def lookup(self, rows: Any) -> None:
         torch.index_select(self.array, 0, rows, out=self.out)
+
+    def train(self, rows: Any) -> None:
+        """Read the rows, then write them and their state; of a row that occurs twice both are written."""
+        self.lookup(rows)
+        torch.index_select(self.state, 0, rows, out=self.state_out)
+        self.array.index_copy_(0, rows, self.out)
+        self.state.index_copy_(0, rows, self.state_out)

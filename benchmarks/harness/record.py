@@ -103,8 +103,12 @@ class Rounds:
         return {**self.spread([None] * len(self.clean)), "all_peers_present": False}
 
     def work(self, tolerance: float = SAME_WORK) -> dict[str, Any]:
-        """Return how much each contender changed its rows, and whether all contenders of a round agree on it."""
-        change = {label: each(rounds, "change") for label, rounds in self.results.items()}
+        """Return how much the contenders that say so changed their rows, and whether those of a round agree on it."""
+        change = {
+            label: [None if result is None else result["change"] for result in rounds]
+            for label, rounds in self.results.items()
+            if any(result is not None and "change" in result for result in rounds)
+        }
         return {
             "change": change,
             "same_work": all(agree(changes, tolerance) for changes in zip(*change.values(), strict=True)),

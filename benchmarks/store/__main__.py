@@ -2,7 +2,7 @@
 
 A case's name is kind/rows x dim/optimizer/ids/threads. The kinds:
 
-    train       lookup + update of a batch, all rows present, against plain PyTorch and FBGEMM
+    train       lookup + update of a batch, all rows present, against plain PyTorch, FBGEMM, and copies of rows
     lookup      lookup alone, against index_select on an array
     shared      train with the rows in a shared-memory file, against anonymous memory
     memory      bytes of a row beyond its values and state, at capacity
@@ -35,6 +35,8 @@ TRAIN: dict[str, Ratio] = {
     "ratio_plain": ("satrap_plain", PEERS),
     "ratio_direct": ("satrap_direct", PEERS),
     "direct_to_hashed": ("satrap_direct", ("satrap",)),
+    "limit": ("satrap", ARRAY),
+    "limit_direct": ("satrap_direct", ARRAY),
 }
 LOOKUP: dict[str, Ratio] = {
     "ratio": ("satrap", ARRAY),
@@ -57,6 +59,7 @@ def full_cases() -> list[Case]:
         train_case(rows * MILLION, dim, optimizer, Target(figure="ratio", at_least=least))
         for (rows, least), dim, optimizer in product(((1, 3.0), (20, 5.0)), DIMS, ("adagrad", "rowwise"))
     ]
+    cases += [replace(case, ids="uniform", targets=()) for case in cases if case.rows == 20 * MILLION]
     cases.append(replace(BASE, kind="lookup", rows=20 * MILLION, dim=64, ids="uniform", targets=reading))
     cases += [replace(BASE, kind="shared", rows=5 * MILLION, dim=dim, ids="zipf") for dim in DIMS]
     cases += [
@@ -88,7 +91,7 @@ def plan_with_peers(ours: dict[str, str], mode: str, peers: Sequence[str]) -> Pl
         cores = group[0].num_threads
         planned = [(modes, form) for form in satrap_forms(cores) for modes in (ours, {"satrap_direct": mode})]
         for peer, form in product(peers, peer_forms(cores)):
-            if form.num_processes == 1 or mode == "train":
+            if form.num_processes == 1 or peer in PEERS:
                 planned.append(({peer: mode}, form))
         return [steps_run(group, number, batches, modes, form) for modes, form in planned]
 
@@ -117,7 +120,7 @@ def steps_run(group: Sequence[Case], number: int, batches: Path, modes: dict[str
     contender = first.partition("_shared")[0]
     job: dict[str, Any] = {"module": "benchmarks.store.steps", "contender": contender, "table": table}
     job |= {"streams": streams, "num_warmup": case.num_warmup, "num_steps": case.num_steps}
-    job |= {"compare": case.kind == "train", "num_processes": form.num_processes}
+    job |= {"compare": case.kind == "train" and contender not in ARRAY, "num_processes": form.num_processes}
     return Run(
         label=form.label(first),
         contender=contender,
@@ -166,7 +169,7 @@ def record_alone(case: Case, rounds: Rounds) -> dict[str, Any]:
     return {"figures": rounds.figures_of("satrap")}
 
 
-plan_train = plan_with_peers({"satrap": "train", "satrap_plain": "train_plain"}, "train", PEERS)
+plan_train = plan_with_peers({"satrap": "train", "satrap_plain": "train_plain"}, "train", (*PEERS, *ARRAY))
 plan_lookup = plan_with_peers({"satrap": "lookup", "satrap_eval": "lookup_eval"}, "lookup", ARRAY)
 SUITE = Suite(
     name="store",

@@ -43,7 +43,7 @@ def test_the_command_and_its_script_give_the_same_bits(tmp_path: Path) -> None:
     assert rows_of(tmp_path / "mine") == rows_of(tmp_path / "run")
     resumed = run(tmp_path, sys.executable, "run/train.py")
     assert METRICS.findall(resumed) == metrics, "a script that runs again returns to the best"
-    assert resumed.endswith("to write a report: satrap report run\n")
+    assert resumed.endswith("better in validation: DCN\n")
     page = (tmp_path / "run/report.html").read_text()
     assert "<title>train.py in run: clicks.parquet</title>" in page and "Validation: test AUC" in page
 

@@ -73,9 +73,9 @@ def test_one_line_for_all_trainers_continues_after_a_restart(tmp_path: Path) -> 
         assert run.wait(DEADLINE_SECONDS) == 0
         *output, last, cursor = screen.wait_for(lambda rows: rows[-1] == "")
     assert last.startswith("█" * 20 + " 100%") and "| 1.92k samples, " in last and "step 120 of 120" in last
-    assert cursor == "" and not [row for row in output if "samples" in row and "validation" not in row]
+    assert cursor == "" and not [row for row in output if "samples" in row and "evaluation" not in row]
     assert output.count("began") == output.count("resumed") == 1
-    assert any("validation auc 0.6250 (best)" in row for row in output)
+    assert any("evaluation auc 0.6250 (best)" in row for row in output)
     assert not [row for row in output if "█" in row or "░" in row], output
     assert any(row.startswith("satrap run: launch 2 continues after step 50, from ") for row in output), output
     assert not [row for row in output if " INFO " in row or "attempt" in row or " begun" in row], output
@@ -104,7 +104,7 @@ def test_a_narrow_terminal_without_blocks_is_resized_and_the_run_stopped(tmp_pat
 def test_a_terminal_that_cannot_erase_gets_lines(tmp_path: Path) -> None:
     (tmp_path / "hold").touch()
     with pty_screen(200) as screen, run_on(screen, tmp_path, environment={"TERM": "dumb"}) as run:
-        screen.wait_for(lambda rows: any("validation auc" in row for row in rows))
+        screen.wait_for(lambda rows: any("evaluation auc" in row for row in rows))
         (tmp_path / "hold").unlink()
         assert run.wait(DEADLINE_SECONDS) == 0
         rows = screen.wait_for(lambda rows: any(row.startswith("step 120 of 120 | 960 samples") for row in rows))

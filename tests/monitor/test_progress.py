@@ -38,7 +38,7 @@ def test_line() -> None:
     assert " | lost 3 batches/unused | cut 1.5k ids/clicked | ms/step" in line(
         replace(FULL, lost={"batches/unused": 3, "ids/clicked": 1500})
     )
-    evaluated = "step 1,200 | validation auc 0.7900 log_loss 0.4321 (best) | 4.92M samples in 01:02, 01:02 left"
+    evaluated = "step 1,200 | evaluation auc 0.7900 log_loss 0.4321 (best) | 4.92M samples in 01:02, 01:02 left"
     assert line(EVALUATED) == evaluated
     assert line(replace(EVALUATED, is_best=False)) == evaluated.replace(" (best)", "")
     by_loss = replace(EVALUATED, best_by="log_loss")
@@ -108,7 +108,7 @@ def test_short_numbers() -> None:
 
 def test_more_samples_than_expected() -> None:
     late = Report(step=1, samples=300, total_samples=200, seconds=1.0, samples_per_second=300.0)
-    assert bar(late, 100) == "#################### 100% | step 1 | 300 samples in 00:01, 00:00 left | 300/s"
+    assert bar(late, 100) == "#################### 100% | step 1 | 300 samples in 00:01 | 300/s"
 
 
 @given(st.lists(st.tuples(st.dictionaries(st.integers(0, 3), st.integers(0, 9)), st.integers(0, 5)), max_size=5))

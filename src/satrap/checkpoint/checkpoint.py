@@ -303,6 +303,7 @@ class Checkpoint:
             position, loaders = self._position_for_this_trainer(newest), state.get("loaders", [])
             if position is not None and loaders and loaders[trainers.rank] is not None:
                 position = replace(position, offset=LoaderState(loaders[trainers.rank]))
+            verb = "returns to" if self._session.step > newest.step else "continues after"
             self._session.resume_at(newest.step, self._data, position)
             self._saved_step = self._figures.step = newest.step
             self._figures.at = time.time()
@@ -310,7 +311,7 @@ class Checkpoint:
             context = current_context()
             launch = f"launch {context.launch} " if context is not None and context.launch else ""
             resumed = event("resumed", checkpoint=newest.where, resumed_step=newest.step)
-            _LOG.info("%scontinues after step %s, from %s", launch, f"{newest.step:,}", newest.where, extra=resumed)
+            _LOG.info("%s%s step %s, from %s", launch, verb, f"{newest.step:,}", newest.where, extra=resumed)
         return True
 
     def _checked_state(self, entry: CheckpointManifest) -> Any:

@@ -223,11 +223,10 @@ _HEAD = '''"""Predicts `{label}` from {data}.
 Written by `satrap train`, to be edited. Run it in the folder in which that
 command was called, by python or by `satrap run`. It continues after its best
 checkpoint, unless it had finished: then it tests only. To start again, remove
-the folder RUN, or name another.
+the folder RUN, or name another. `satrap report` draws the runs in that folder.
 """
 
 import pathlib
-import shlex
 import sys
 
 import satrap
@@ -236,7 +235,7 @@ import torch
 '''
 
 _SHOWN = ("batch_size", "validate_steps")
-_SETTINGS = """RUN = {run}  # folder of checkpoints and of the report
+_SETTINGS = """RUN = {run}  # folder of checkpoints and, without `satrap run`, of records
 BATCH_SIZE = {batch_size}
 VALIDATE_STEPS = {validate_steps}  # about one pass over the data
 """
@@ -392,7 +391,8 @@ def fit(name, net, embeddings, lr, folder):
                 break
         else:
             validation.step(every_steps=1, progress=progress, checkpoint=run)
-        run.resume()  # only the best is saved
+        if not is_finished:
+            run.resume()  # only the best is saved
         embeddings.eval()
         net.eval()
         result = satrap.evaluate(net, embeddings.stream(test))
@@ -435,7 +435,6 @@ _MAIN = '''def main():
     net = Net(Logistic(), embeddings, 0.0)
     losses[name] = fit(name, net, embeddings, lr=0.02, folder=f"{{RUN}}/logistic")
     print(f"better in validation: {{min(losses, key=losses.get)}}")
-    print("to write a report:", shlex.join(["satrap", "report", RUN]))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ launcher.poll, scaler.poll ──> Supervisor.handle ──> run.json on disk �
 import logging
 import os
 import secrets
+import shlex
 import signal
 import time
 from collections.abc import Iterator
@@ -115,6 +116,8 @@ def run(
                         case PauseMigration(seconds):
                             scaler.pause(seconds)
                         case ExitRun(status):
+                            if status == 0:
+                                _LOG.info("finished; to draw it: %s", shlex.join(["satrap", "report", str(folder)]))
                             return status
                 events = [*launcher.poll(_POLL_SECONDS), *scaler.poll()]
                 events += [stop_requests.pop(0) for _ in range(len(stop_requests))]

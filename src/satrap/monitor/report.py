@@ -225,7 +225,7 @@ def _seconds_left(report: Report) -> float | None:
         left, rate = report.end_step - report.step, report.steps_per_second
     else:
         return None
-    return max(0, left) / rate if rate > 0 else None
+    return left / rate if rate > 0 and left > 0 else None
 
 
 def _phrases(report: Report) -> list[str]:
@@ -235,7 +235,7 @@ def _phrases(report: Report) -> list[str]:
     if report.validation:
         metrics = " ".join(f"{name} {value:.4f}" for name, value in report.validation.items())
         by = "" if report.best_by is None else f" {report.best_by}"
-        phrases.append(f"validation {metrics}{f' (best{by})' if report.is_best else ''}")
+        phrases.append(f"evaluation {metrics}{f' (best{by})' if report.is_best else ''}")
     phrases.append(f"{short(report.samples)} samples in {_clock(report.seconds)}{left}")
     if report.validation:
         return phrases  # the next line has the numbers of training

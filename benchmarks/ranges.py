@@ -21,9 +21,10 @@ PROCESSORS = {
 Ratio = tuple[float, float, float]
 """The median of some rounds, and the lowest and the highest."""
 STORE = {
-    f"{rows}M x {dim}, {name}": f"train/{rows}Mx{dim}/{optimizer}/zipf/2t"
+    f"{rows}M x {dim}, {name}{suffix}": f"train/{rows}Mx{dim}/{optimizer}/{ids}/2t"
     for optimizer, name in (("adagrad", "Adagrad"), ("rowwise", "row-wise Adagrad"))
-    for rows in (1, 20)
+    for ids, suffix, sizes in (("zipf", "", (1, 20)), ("uniform", ", uniform ids", (20,)))
+    for rows in sizes
     for dim in (16, 64)
 }
 TRAIN = {

@@ -22,12 +22,13 @@ _MOST_BUCKETS = 128
 _LEAST_REPEATS = 10
 """Rows for each distinct value, on average, from which an embedding can be learned for it."""
 _LEAST_REPEATS_OF_MANY = 5
-"""The same for more distinct whole numbers, unless they have a long tail: they are often the keys of items."""
+"""What is enough instead for more than `_MOST_BUCKETS` distinct whole numbers: they are often the keys of items.
+Numbers with a long tail are not."""
 _MOST_COUNT = 2**31
 """Whole numbers beyond it are keys or hashes, and float32 could not tell them apart."""
 _LARGEST_FLOAT32 = 3.4028234e38
 _DIMS = ((16, 4), (256, 8), (1 << 62, 16))
-"""Distinct ids up to which an embedding has this dim."""
+"""Pairs: a column with at most so many distinct ids gets embeddings of this dim."""
 _WORDS = 4
 """Words of a text, on average, from which it is prose and not a name."""
 _LEAST_ROWS = 20
@@ -36,7 +37,7 @@ _MOST_MISSING_WORDS = 3
 _LEAST_NUMBERS = 3
 """Distinct numbers from which a column of text may be one of numbers: fewer may be the values of a label."""
 _NUMBER_SHARE = 0.9
-"""The share of a column's values that are numbers from which its words stand for a missing value."""
+"""If at least this share of a column's values are numbers, its words stand for a missing value."""
 TEXT_TIME = "times as text"
 
 
@@ -207,17 +208,19 @@ def _plan_label(profiles: Mapping[str, ColumnProfile], overrides: Overrides) -> 
     if name is None:
         named = [column for column in profiles if column.lower() in LABEL_NAMES and column not in overrides.ignore]
         if len(named) != 1:
-            found = f"several columns may be the label ({', '.join(named)})" if named else "no label was named"
-            raise InputError(f"{found}; name it with --label COLUMN; {shown}")
+            problem = f"several columns may be the label ({', '.join(named)})" if named else "no label was named"
+            raise InputError(f"{problem}; name it with --label COLUMN; {shown}")
         name = named[0]
     profile = profiles[name]
     if profile.num_distinct != 2:
         if profile.num_distinct < 2:
-            found = f"one value only, {profile.values[0]!r}" if profile.values else "no value"
+            contents = f"one value only, {profile.values[0]!r}" if profile.values else "no value"
         else:
             values = ", ".join(map(repr, profile.values[:5]))
-            found = f"{profile.num_distinct:,} distinct values ({values}{', ...' if profile.num_distinct > 5 else ''})"
-        raise InputError(f"label {name!r} has {found}; expected two, such as 0 and 1; {shown}")
+            contents = (
+                f"{profile.num_distinct:,} distinct values ({values}{', ...' if profile.num_distinct > 5 else ''})"
+            )
+        raise InputError(f"label {name!r} has {contents}; expected two, such as 0 and 1; {shown}")
     drops_missing = profile.num_missing > 0
     if profile.is_number:
         above = None if (profile.least, profile.most) == (0.0, 1.0) else profile.least

@@ -26,8 +26,8 @@ from satrap.errors import InputError
 
 
 def are_owned_direct(features: Features) -> bool:
-    """Return whether `DirectOwnedRows` can have the rows: `DirectEngine` can, and each has one owner. Trainers that
-    have the same rows count those that they own, which the core does."""
+    """Return whether `DirectOwnedRows` can have the rows: `DirectEngine` can, and each row is at one trainer. Where
+    several trainers have a row, only its owner counts it, and only the core knows owners."""
     return are_direct(features) and all(kind_of(table) == "rows" for table in features.tables)
 
 
@@ -50,8 +50,9 @@ class DirectOwnedRows(DeviceRows):
     def look_up_rows(
         self, rows: Tensor, runs: RowRuns, counts: NDArray[np.int64], steps: Mapping[int, Sequence[int]], oldest: int
     ) -> list[Tensor]:
-        """Return the rows in training: for each group its lines, as they are stored. runs: of all rows. steps: the
-        trainers whose lookup is of a step, for each step. oldest: the oldest open step."""
+        """Look up rows in training. Return for each group the values of its lines, in the dtype of its tables. runs:
+        the runs of all rows. steps: for each step the trainers that look rows up for it. oldest: the oldest open
+        step."""
         with self._engine.exclusive(self._engine.no_counts):
             parts = rows.split(counts.sum(1).tolist())
             for step, ranks in sorted(steps.items()):

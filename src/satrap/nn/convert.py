@@ -225,7 +225,8 @@ def _require_no_regularizer(model: torch.nn.Module) -> None:
 
 
 def _holders(model: torch.nn.Module, used: Tensor | torch.nn.Module) -> Iterator[str]:
-    """Yield the attributes of modules that have a weight or a module, besides Parameters and submodules."""
+    """Yield the names of attributes in which modules of the model hold this weight or module, Parameters and submodules
+    left out."""
 
     def has(value: Any) -> bool:
         if isinstance(value, Mapping):

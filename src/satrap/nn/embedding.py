@@ -81,8 +81,8 @@ class _TableModule(torch.nn.Module):
             return None
         count, where = self.num_embeddings, f"table {self.table.name!r}"
         low, high = (0, 2**63 - 1) if count is None else (-count, count - 1)
-        found = check_integer(where, "padding_idx", padding_idx, low, high)
-        return found if found >= 0 or count is None else count + found
+        number = check_integer(where, "padding_idx", padding_idx, low, high)
+        return number if number >= 0 or count is None else count + number
 
     def __getattr__(self, name: str) -> Any:
         # No property: AttributeError of a property ends here, without its message.
@@ -218,8 +218,8 @@ class _TableModule(torch.nn.Module):
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled model has a graph break here
 def rows_together(modules: Sequence[_TableModule], given: Sequence[Tensor]) -> list[Tensor]:
-    """Return the row of each id of each module, [ids, dim], zeros where the id stands for none. Modules of one
-    `Embeddings` are looked up in one call; those that train and those that read, in one call each."""
+    """Return the row of each id of each module, [ids, dim], with zeros for padding. Modules of one `Embeddings` share a
+    call: one for the modules that train, and one for the modules that only read."""
     for module, ids in zip(modules, given, strict=True):
         module._require_lookup(ids)
     kept = [module._kept(ids) for module, ids in zip(modules, given, strict=True)]
@@ -248,9 +248,9 @@ def _look_up(
             table: ids[same[0]] if len(same) == 1 else np.concatenate([ids[number] for number in same])
             for table, same in by_table.items()
         }
-        found = look_up(joined, device)
+        answer = look_up(joined, device)
         for table, same in by_table.items():
-            parts = found[table].split([len(ids[number]) for number in same]) if len(same) > 1 else [found[table]]
+            parts = answer[table].split([len(ids[number]) for number in same]) if len(same) > 1 else [answer[table]]
             rows |= zip(same, parts, strict=True)
     return [rows[number] for number in range(len(modules))]
 
@@ -259,7 +259,7 @@ class Embedding(_TableModule):
     """A drop-in for nn.Embedding over a table of an `Embeddings`. It has no weight: the rows are in the table."""
 
     def __init__(self, embeddings: Embeddings, table: Table | str, *, padding_idx: int | None = None) -> None:
-        """embeddings: those that have the table and train it.
+        """embeddings: the `Embeddings` that has the table and trains it.
 
         table: the table, or its name. Several modules may share one.
         padding_idx: an id that stands for no id: it has no row, reads as zeros and is not trained.
@@ -277,7 +277,7 @@ class Embedding(_TableModule):
         self._require_ids(input)
 
     def _finish(self, rows: Tensor, input: Tensor) -> Tensor:
-        """Return what forward does. rows: those of the ids."""
+        """Return the result of forward. rows: the rows of its ids."""
         return rows.view(*input.shape, self.embedding_dim)
 
     __call__: Callable[..., Tensor]
@@ -295,7 +295,7 @@ class EmbeddingBag(_TableModule):
         include_last_offset: bool = False,
         padding_idx: int | None = None,
     ) -> None:
-        """embeddings: those that have the table and train it.
+        """embeddings: the `Embeddings` that has the table and trains it.
 
         table: the table, or its name. Several modules may share one.
         mode: how the rows of a bag are pooled.
@@ -327,7 +327,7 @@ class EmbeddingBag(_TableModule):
     def _finish(
         self, rows: Tensor, input: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None
     ) -> Tensor:
-        """Return what forward does. rows: those of the ids."""
+        """Return the result of forward. rows: the rows of its ids."""
         if self._has_single_ids(input, offsets, weights):
             return rows  # zeros for padding, as the sum, mean and maximum of no row are
         lines = torch.arange(len(rows), device=input.device)
@@ -376,8 +376,8 @@ def require_no_export(modules: Iterable[torch.nn.Module]) -> None:
 
 
 def call_together(modules: Sequence[torch.nn.Module], arguments: Sequence[tuple[Any, ...]]) -> list[Tensor]:
-    """Call each module with its arguments; return what they return. Those over tables look their rows up in one call,
-    but for modules that have hooks."""
+    """Call each module with its arguments; return what they return. Modules over tables look their rows up in one call;
+    a module that has hooks is called by itself, so that they run."""
     ours: dict[int, Any] = {
         number: module
         for number, module in enumerate(modules)
@@ -386,5 +386,5 @@ def call_together(modules: Sequence[torch.nn.Module], arguments: Sequence[tuple[
     for number, module in ours.items():
         module._require_arguments(*arguments[number])
     rows = rows_together(list(ours.values()), [arguments[number][0] for number in ours])
-    found = {number: ours[number]._finish(part, *arguments[number]) for number, part in zip(ours, rows, strict=True)}
-    return [found[n] if n in found else modules[n](*given) for n, given in enumerate(arguments)]
+    results = {number: ours[number]._finish(part, *arguments[number]) for number, part in zip(ours, rows, strict=True)}
+    return [results[n] if n in results else modules[n](*given) for n, given in enumerate(arguments)]

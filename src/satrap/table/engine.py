@@ -238,7 +238,8 @@ def update(
 
 def native_config(table: Table, frame_pool: int | None = None) -> _core.TableConfig:
     """Return the table's configuration in the core. Frozen ids that are not known are left out: servers do not need
-    them, since their callers send no gradients of these. frame_pool: that of its rows, if they are on a device."""
+    them, since their callers send no gradients of frozen rows. frame_pool: the pool of its rows' frames, on a
+    device."""
     resolved = replace(table, initial=resolved_initial(table), num_buckets=table.resolved_num_buckets)
     frozen: Any = table.frozen
     ids = frozen.ids if isinstance(frozen, IdSet) and frozen.has_ids else None

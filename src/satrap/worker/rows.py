@@ -216,24 +216,24 @@ class Rows(Protocol):
 
 
 def _no_modules(ids: Mapping[str, Ids]) -> ConfigError:
-    found = ", ".join(f"{len(of_table)} ids of table {name!r}" for name, of_table in ids.items())
-    return ConfigError(_NO_MODULES.format(found))
+    requested = ", ".join(f"{len(of_table)} ids of table {name!r}" for name, of_table in ids.items())
+    return ConfigError(_NO_MODULES.format(requested))
 
 
 def id_features(features: Features) -> Features:
-    """Return the features of lookups by table: of each table of the features a jagged sequence with its name."""
+    """Return the features of lookups by table: for each table of `features` a jagged sequence with the table's name."""
     return Features({table.name: table.sequence() for table in features.tables})
 
 
 def id_request(features: Features, ids: Mapping[str, Ids], step: int | None, oldest_open: int | None) -> BagRequest:
-    """Return the lookup of ids by table, as one sample. features: those of `id_features`."""
+    """Return the lookup of ids by table, as one sample. features: what `id_features` returned."""
     given = [ids.get(name, _NO_IDS) for name in features]
     offsets = np.cumsum([0, *map(len, given)], dtype=np.int64)
     return BagRequest(np.concatenate(given), offsets, None, 1, step, oldest_open, train=True, of_tables=True)
 
 
 def empty_by_table(rows: Rows, ids: Mapping[str, Ids], features: Features) -> dict[str, Block]:
-    """Return memory for the rows of ids by table, of each table. features: those of `id_features`."""
+    """Return memory for the rows of ids, by table, for every table. features: what `id_features` returned."""
     return {name: rows.empty_of_ids(len(ids.get(name, ())), feature.table.dim) for name, feature in features.items()}
 
 

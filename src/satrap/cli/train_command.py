@@ -37,12 +37,12 @@ _SAMPLED_ROWS = 200_000
 _HELD_OUT = 0.1
 _LEAST_EPOCHS, _MOST_EPOCHS = 3, 20
 _ROWS_TRAINED = 2_000_000
-"""Training reads at most about so many rows by default, but between three and twenty times the data."""
+"""By default training reads about this many rows, but the data at least three and at most twenty times."""
 _BATCHES = ((20_000, 64), (100_000, 256))
 """Pairs: with fewer rows than the first number, the second is the default number of samples in a batch."""
 _LARGEST_BATCH = 512
 _ROWS_COUNTED = 10_000
-"""Rows below which the samples for training, validation and the test are counted before a script is written."""
+"""With fewer rows, the samples for training, validation and the test are counted before a script is written."""
 _ROWS_AT_ONCE = 8192
 """Rows in a batch when a file is read only to count its rows."""
 
@@ -320,7 +320,7 @@ def _parts(
             "that rises with time"
         )
     bound = (column, last)
-    if first in (least, last):  # too few values to divide what comes before the test by them
+    if first in (least, last):  # the rows before the test have too few values to be divided by them
         return earlier | {"before": bound}, later | {"before": bound}, {"since": bound}
     middle = (column, first)
     return {"before": middle}, {"since": middle, "before": bound}, {"since": bound}

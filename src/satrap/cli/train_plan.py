@@ -18,24 +18,24 @@ LABEL_NAMES = ("label", "click", "clicked", "target", "y")
 _POSITIVE = ("1", "yes", "true", "y", "t", "positive", "click", "clicked")
 _ID_NAME = re.compile(r"(^|_)(id|ids|code|zip|zipcode|postcode|uuid|hash|key|number)$|[a-z]I[dD]$", re.IGNORECASE)
 _MOST_BUCKETS = 128
-"""Distinct whole numbers up to which each gets an embedding as well: their effect is seldom linear."""
+"""Up to this many distinct whole numbers, each gets an embedding as well: their effect is seldom linear."""
 _LEAST_REPEATS = 10
-"""Rows for each distinct value, on average, from which an embedding can be learned for it."""
+"""With this many rows for each distinct value, on average, embeddings can be learned for them."""
 _LEAST_REPEATS_OF_MANY = 5
-"""What is enough instead for more than `_MOST_BUCKETS` distinct whole numbers: they are often the keys of items.
-Numbers with a long tail are not."""
+"""This many are enough for more than `_MOST_BUCKETS` distinct whole numbers, which are often the keys of items, unless
+they have a long tail."""
 _MOST_COUNT = 2**31
 """Whole numbers beyond it are keys or hashes, and float32 could not tell them apart."""
 _LARGEST_FLOAT32 = 3.4028234e38
 _DIMS = ((16, 4), (256, 8), (1 << 62, 16))
 """Pairs: a column with at most so many distinct ids gets embeddings of this dim."""
 _WORDS = 4
-"""Words of a text, on average, from which it is prose and not a name."""
+"""Texts with at least this many words, on average, are prose and not names."""
 _LEAST_ROWS = 20
 _MOST_MISSING_WORDS = 3
 """Distinct words that may stand for a missing value in a column of numbers."""
 _LEAST_NUMBERS = 3
-"""Distinct numbers from which a column of text may be one of numbers: fewer may be the values of a label."""
+"""A column of text with this many distinct numbers may be a column of numbers; fewer may be the values of a label."""
 _NUMBER_SHARE = 0.9
 """If at least this share of a column's values are numbers, its words stand for a missing value."""
 TEXT_TIME = "times as text"
@@ -131,7 +131,8 @@ class ColumnPlan:
 
 def missing_words(profiles: Sequence[ColumnProfile], overrides: Overrides) -> frozenset[str]:
     """Return the words that stand for a missing value: the few words in columns that otherwise hold numbers. A source
-    reads them as missing in all columns, so the values of a column that has only two, such as a label, are none."""
+    reads them as missing in all columns, so a value of a column with two values, such as a label, is never such a
+    word."""
     words: set[str] = set()
     for profile in profiles:
         numbers = profile.numbers
@@ -364,7 +365,8 @@ def parts_of_time(profile: ColumnProfile) -> dict[str, str]:
 
 
 def _needs_declared_kind(profile: ColumnProfile) -> bool:
-    """Return whether ids are whole numbers in a column of floats, which a source refuses unless it is declared."""
+    """Return whether the ids are whole numbers in a column of floats, which a source refuses unless their kind is
+    declared."""
     return profile.is_typed and profile.is_float
 
 

@@ -40,7 +40,7 @@ class DirectHeads:
 
     def _empty(self, rows: int) -> tuple[Tensor, Tensor]:
         stamps, changed = (torch.zeros(rows + 1, dtype=torch.int32, device=self._device) for _ in range(2))
-        return stamps, changed  # the last place takes what is of no row
+        return stamps, changed  # the last place takes what belongs to no row
 
     def open(self, memory: tuple[Tensor, Tensor]) -> None:
         """Use the memory that `allocate` returned, for rows that no lookup has used."""
@@ -205,7 +205,7 @@ class DirectHeads:
 
 
 def _by_table(runs: RowRuns, amounts: Tensor) -> Tensor:
-    """Return for each table the sum over its runs."""
+    """Return for each table the sum of the amounts of its runs."""
     sums = torch.cat([runs.bounds.new_zeros(1), amounts.cumsum(0)])[runs.bounds]
     return sums[1:] - sums[:-1]
 

@@ -29,7 +29,7 @@ MOST_ROWS = 2**31 - 2
 """Rows of all tables: they are numbered in int32."""
 _IDS = (torch.int32, torch.int64, torch.uint64)
 _NOT_HERE = -(2**62)
-_AT_HOME = 2**31  # below a slot, in a place
+_AT_HOME = 2**31  # slot s at home is place s - 2**31
 
 
 class Numbers(Protocol):
@@ -78,8 +78,8 @@ class RowNumbers(Numbers):
         self.total = self.offsets[-1]
         first_remainders = [0, *accumulate(divisors)]
         self.by_remainder = np.stack([np.full(first_remainders[-1], _NOT_HERE), np.zeros(first_remainders[-1], int)])
-        """For each table and remainder the number of its first row, far below 0 if there is none here, and how far its
-        rows are apart."""
+        """int64 [2, remainders of all tables]: the number of the first row with a remainder (far below 0: no row with
+        it is here), and the distance from each of its rows to the next."""
         for first, begin, here in zip(first_remainders, self.offsets, self._remainders, strict=False):
             self.by_remainder[:, first + here] = begin + np.arange(len(here)), np.full(len(here), len(here))
         limits = [None] * len(tables) if most_in_frames is None else most_in_frames
@@ -102,7 +102,7 @@ class RowNumbers(Numbers):
         self.pools = torch.tensor(pools, device=device)
         """The memory of each table, int64 [tables]."""
         self.has_home = any(map(self.num_at_home, range(len(tables))))
-        """Whether some rows have no frame."""
+        """Whether some rows have no frame: they are at home."""
         self._are_frames = not self.has_home and self.first_frames == self.offsets[:-1]
         self.sizes = torch.tensor([table.num_rows or 0 for table in tables], device=device)
         self.by_table = torch.tensor([divisors, first_remainders[:-1]], device=device)
@@ -372,7 +372,8 @@ class DirectIds(IdEntries):
 
 
 def _moved(entries: Tensor, place: Tensor) -> Tensor:
-    """Return the entries at their places, zeros elsewhere. place: the number of entries for one that is left out."""
+    """Return the entries at their places, with zeros elsewhere. place: of each entry; the number of entries if the
+    entry is left out."""
     return entries.new_zeros(len(entries) + 1).scatter_(0, place, entries)[:-1]
 
 

@@ -34,8 +34,9 @@ def are_owned_direct(features: Features) -> bool:
 class DirectOwnedRows(DeviceRows):
     """The rows that this trainer has of each table with `num_rows`.
 
-    rows: numbers of rows here, int64, which trainer after trainer sent, and each group after group of tables.
-    counts: how many each sent of each group, [trainers, groups]."""
+    Its methods take what all trainers sent.
+    rows: the numbers of rows here, int64: trainer after trainer, and for each trainer group after group of tables.
+    counts: how many numbers each trainer sent of each group, [trainers, groups]."""
 
     _engine: DirectEngine
 
@@ -141,5 +142,5 @@ class DirectOwnedRows(DeviceRows):
 
 
 def _chosen(values: Tensor, lines: Tensor, others: Tensor) -> Tensor:
-    """Return these lines of some values; others, where the line is negative."""
+    """Return the values of these lines, with `others` where a line is negative."""
     return torch.where((lines >= 0)[:, None], values[lines.clamp(min=0)], others) if len(values) else others

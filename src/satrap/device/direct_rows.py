@@ -152,7 +152,7 @@ class DirectEngine(DeviceEngine):
             yield from ((begin, min(begin + size, stop)) for begin in range(start, stop, size))
 
     def restart(self, table: int, begin: int, end: int) -> None:
-        """Write the initial values and states of some rows. begin, end: of their numbers."""
+        """Write the initial values and states of some rows. begin, end: the range of their numbers."""
         memory, rows = self.memory(table), torch.arange(begin, end, device=self.device)
         ids, initialise = self.numbers.ids_of(rows), initialise_of(self.device)
         if begin < self.numbers.offsets[table] + self.numbers.in_frames[table]:
@@ -166,7 +166,7 @@ class DirectEngine(DeviceEngine):
         cold.write(copies)
 
     def begin_lookup(self, step: int, oldest_open: int, *, train: bool, first_epoch: bool) -> dict[str, Any]:
-        """Let the core begin a lookup; return what it returns for one of no ids."""
+        """Let the core begin a lookup; return what it returns for a lookup without ids."""
         offsets, none = np.zeros(len(self.tables) + 1, np.int64), np.empty(0, np.int32)
         return self.core.lookup_id_frames(_NO_IDS, offsets, step, oldest_open, train, none, first_epoch)
 
@@ -363,7 +363,7 @@ class DirectRows(DeviceRows):
             ids = self._batches.place_arrays(request, self._check_arrays(bags))
         step, oldest = request.step or 0, request.oldest_open or 0
         resolved = self._engine.begin_lookup(step, oldest, train=request.train, first_epoch=request.first_epoch)
-        if not request.of_tables:  # these cut nothing
+        if not request.of_tables:  # ids by table are not cut
             self._batches.count_cut(ids)
         needed = {**resolved, "offsets": ids.offsets, "weights": ids.weights, "moved": None, "ticket": None}
         places = torch.where(ids.rows >= 0, self._engine.numbers.places_of(ids.tables, ids.rows), -1)

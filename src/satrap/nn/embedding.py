@@ -1,7 +1,7 @@
 """Drop-ins for nn.Embedding and nn.EmbeddingBag, which look their ids up in a table of an `Embeddings` inside forward.
 
-In train() with gradients a lookup belongs to the open step, which `step()` of the optimizer that
-`embeddings.optimizer(...)` returned ends. In eval(), or under no_grad, a lookup reads and changes nothing. The modules
+In train() with gradients a lookup belongs to the open step, which ends with `step()` of the optimizer that
+`embeddings.optimizer(...)` returned. In eval(), or under no_grad, a lookup reads and changes nothing. The modules
 own no Parameter: the rows are no part of a state_dict, which only has the step that they must be at. `weight` is a
 lookup of all ids, for models that read the weight of nn.Embedding.
 
@@ -143,7 +143,7 @@ class _TableModule(torch.nn.Module):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled model has a graph break here
     def _rows(self, ids: Tensor) -> Tensor:
-        """Return the row of each id, [ids, dim]; zeros where the id stands for none."""
+        """Return the row of each id, [ids, dim], with zeros for padding."""
         self._require_lookup(ids)
         kept, positions = self._kept(ids)
         look_up = self._session.look_up if self._trains() else self._reader()
@@ -157,7 +157,7 @@ class _TableModule(torch.nn.Module):
         self._require_expected_step()
 
     def _require_no_export(self) -> None:
-        """Raise ConfigError while torch exports the model: before anything is computed of ids, which have no values."""
+        """Raise ConfigError while torch exports the model. Called before ids are used, which have no values then."""
         is_traced: bool = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
         if is_traced or torch.compiler.is_exporting():
             self._refuse_export()
@@ -199,7 +199,7 @@ class _TableModule(torch.nn.Module):
         return self.training and torch.is_grad_enabled() and not self._is_frozen
 
     def _reader(self) -> Callable[[Mapping[str, NDArray[np.uint64]], torch.device], dict[str, Tensor]]:
-        """Prepare for a lookup without training; return what reads rows as they are."""
+        """Prepare for a lookup without training; return the function that reads rows as they are."""
         if not self._is_frozen or self._session.deterministic:  # another module may train the rows
             self._session.apply_submitted()
         if not self._is_frozen and torch.is_grad_enabled() and self.table.frozen is not True:

@@ -29,7 +29,7 @@ class NamedInputs(Inputs):
     item: Any
     """What the loader yielded."""
     chunks: Mapping[str, list[Ids]] = field(default_factory=dict)
-    """The ids of each table, one array after another."""
+    """For each table the arrays of ids that were named, in their order."""
 
     @classmethod
     def of(

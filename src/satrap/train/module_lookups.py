@@ -1,10 +1,10 @@
 """The lookups that modules make inside forward where no stream is open, and the steps that these lookups belong to.
 
-    forward           `look_up`: rows for the open step, as the output of a leaf of autograd
+    forward           `look_up`: rows for the open step, whose gradients come to a leaf of autograd
     backward          a hook notes that the leaf has a gradient
     optimizer.step()  `update`: the gradients of all lookups of the step, one update of all tables; the step ends
 
-A session has either a `Stream` or these as what it trains with, so both have the same calls. `zero_grad()` clears
+A session trains with either a `Stream` or these, so both have the same calls. `zero_grad()` clears
 gradients as torch does.
 """
 

@@ -201,7 +201,7 @@ class TakenGradients:
     ticket: Any
     """The ticket of all their ids."""
     parts: dict[str, list[tuple[Tensor, float]]]
-    """Each with the factor that it is still to be multiplied by."""
+    """Each gradient with the factor by which it is still to be multiplied."""
 
     @classmethod
     def of(cls, worker: Worker, lookups: Sequence[tuple[Lookup, float]]) -> "TakenGradients | None":

@@ -45,8 +45,8 @@ class Launcher(Protocol):
         """Remove the files of the run of that name."""
 
     def start(self, spec: ProcessSpec) -> None:
-        """Start a process, at its previous address if possible; otherwise remove its rows, because the supervisor takes a
-        server at another address for one without rows."""
+        """Start a process, at its previous address if possible; otherwise remove its rows, because the supervisor takes
+        a server at another address for one without rows."""
 
     def stop(self, process: Process, mode: StopMode, release: bool) -> None:
         """Stop a process, and kill it after the grace period. release: whether to release its placement and its

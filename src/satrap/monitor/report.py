@@ -86,7 +86,7 @@ class Report:
     samples_per_second: float
     """Throughput in the interval."""
     steps_per_second: float = 0.0
-    """The same figure in steps."""
+    """Steps per second in the interval."""
     loss: float | None = None
     """Mean over the interval's steps, at most the last 512."""
     window: int = 0

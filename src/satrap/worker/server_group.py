@@ -102,8 +102,7 @@ class ServerGroup:
         barrier_size: how many trainers' updates form one step; 0: each update is a step.
         wire: how rows and gradients cross the network. "float32": unchanged. "float16": scaled by row and rounded, in
             half the bytes, with an error of at most 2^-11 of the row's largest magnitude (core/kernels/fp16_codec.hpp).
-        attempt: the run's attempt, if another process started it. None: this process starts the next one, now or,
-        without
+        attempt: the run's, if another process started it. None: this process starts the next one, now or, without
             `begin`, when `begin_attempt` is called; until then it may only read.
         launch: how often a supervisor has launched the trainers. Its attempts are higher than those of all earlier
             launches. 0: there is no supervisor.

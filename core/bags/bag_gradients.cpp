@@ -93,10 +93,10 @@ std::uint32_t join_ids(Tickets tickets, std::uint32_t b, Scratch& scratch) {
         std::copy_n(batch.hints.data() + first, count, hints + at);
         at += count;
     }
-    const std::uint32_t found = deduplicate_ids(ids, total, numbers, scratch.dedupe);
+    const std::uint32_t num_unique = deduplicate_ids(ids, total, numbers, scratch.dedupe);
     for (std::uint32_t i = 0, next = 0; i < total; ++i)
         if (numbers[i] == next) hints[next++] = hints[i]; // where it appears first
-    return found;
+    return num_unique;
 }
 
 BucketGradients BagSource::joined(std::size_t t, std::uint32_t b, Scratch& scratch) const {

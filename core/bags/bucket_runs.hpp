@@ -13,7 +13,7 @@ struct GivenParts {
     bool block;
     std::vector<bool> sequences;
 
-    // Returns that the block and all sequences have a gradient.
+    // Returns the parts of a ticket whose block and sequences all have a gradient.
     static GivenParts all(const Ticket& ticket) {
         SATRAP_ASSERT(!ticket.sequences.empty());
         return {true, std::vector<bool>(ticket.sequences.size() - 1, true)};

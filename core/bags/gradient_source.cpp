@@ -40,10 +40,10 @@ static void refuse_nonfinite(const GradientSource& source, Tickets tickets, cons
         for (std::uint32_t b = map.first[t]; b < map.first[t + 1]; ++b) {
             if (!occupied(tickets, b)) continue;
             const BucketGradients part = source.part(t, b, scratch);
-            const std::vector<NonFinite> found = tables[t]->find_nonfinite(part.visit, part.gradients, scratch);
-            if (found.empty()) continue;
+            const std::vector<NonFinite> nonfinite = tables[t]->find_nonfinite(part.visit, part.gradients, scratch);
+            if (nonfinite.empty()) continue;
             const std::vector<std::uint64_t> order = source.order(t, b);
-            for (const NonFinite& each : found) {
+            for (const NonFinite& each : nonfinite) {
                 const std::uint64_t at = order[each.entry];
                 if (first && std::tuple(each.of_sum, at, each.id) >= std::tuple(first->of_sum, first_order, first->id))
                     continue;

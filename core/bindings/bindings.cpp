@@ -139,10 +139,10 @@ nb::list begin_cut(Engine& engine, const std::vector<std::size_t>& tables, std::
 
 nb::dict export_cut(Engine& engine, std::size_t t, std::uint32_t first, std::uint32_t last, std::uint32_t since) {
     require_buckets(engine, t, first, last);
-    const CutRows found = without_gil([&] { return engine.export_cut(t, first, last, since); });
-    nb::dict out = as_rows(engine, engine.table(t).config(), found.columns);
-    out["removed"] = as_array(engine, found.removed);
-    out["alive"] = found.alive;
+    const CutRows cut = without_gil([&] { return engine.export_cut(t, first, last, since); });
+    nb::dict out = as_rows(engine, engine.table(t).config(), cut.columns);
+    out["removed"] = as_array(engine, cut.removed);
+    out["alive"] = cut.alive;
     return out;
 }
 

@@ -18,23 +18,23 @@ class Fields {
     }
 
     template <typename Value> void read(const char* name, Value& value) {
-        const nb::object found = take(name);
-        if (!found.is_none() && !nb::try_cast(found, value))
-            refuse(where_ + name + " is " + nb::repr(found).c_str() + ", which the core cannot hold");
+        const nb::object field = take(name);
+        if (!field.is_none() && !nb::try_cast(field, value))
+            refuse(where_ + name + " is " + nb::repr(field).c_str() + ", which the core cannot hold");
     }
 
     template <typename Choice> void choose(const char* name, Choice& value, Choices<Choice> known) {
-        std::string found;
-        read(name, found);
-        value = satrap::choose(where_ + name, found, known);
+        std::string text;
+        read(name, text);
+        value = satrap::choose(where_ + name, text, known);
     }
 
     // The fields of a part, such as the optimizer.
     Fields part(const char* name) {
-        const nb::object found = take(name);
-        if (!nb::isinstance<nb::dict>(found))
-            refuse(where_ + name + " is " + nb::repr(found).c_str() + "; expected a dict");
-        return Fields(where_ + name + ": ", found);
+        const nb::object fields = take(name);
+        if (!nb::isinstance<nb::dict>(fields))
+            refuse(where_ + name + " is " + nb::repr(fields).c_str() + "; expected a dict");
+        return Fields(where_ + name + ": ", fields);
     }
 
     void ignore(const char* name) { take(name); }

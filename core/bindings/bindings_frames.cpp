@@ -25,11 +25,11 @@ std::size_t checked_device_table(Engine& engine, std::size_t t) {
     return t;
 }
 
-nb::dict absent_of(const FrameLookup& found) {
+nb::dict absent_of(const FrameLookup& result) {
     nb::dict out;
-    out["absent_ids"] = column<std::uint64_t>(found.absent, &AbsentRow::id);
-    out["absent_tables"] = column<std::uint32_t>(found.absent, &AbsentRow::table);
-    out["absent_places"] = column<std::int32_t>(found.absent, &AbsentRow::place);
+    out["absent_ids"] = column<std::uint64_t>(result.absent, &AbsentRow::id);
+    out["absent_tables"] = column<std::uint32_t>(result.absent, &AbsentRow::table);
+    out["absent_places"] = column<std::int32_t>(result.absent, &AbsentRow::place);
     return out;
 }
 
@@ -42,13 +42,13 @@ nb::dict lookup_frames(Engine& engine, const std::shared_ptr<Bags>& bags, const 
     require_size("frames", frames.size(), values.size());
     for (std::size_t t = 0; t < engine.num_tables(); ++t) checked_device_table(engine, t);
     std::int32_t* memory = frames.data();
-    FrameLookup found = without_gil(
+    FrameLookup result = without_gil(
         [&, &inputs = inputs, &when = when] { return engine.lookup_frames(bags, inputs, when, memory, train); });
-    nb::dict out = absent_of(found);
-    out["ticket"] = std::move(found.ticket);
-    out["num_ids"] = found.num_ids;
-    out["offsets"] = moved_or_none<std::int64_t>(std::move(found.offsets));
-    out["weights"] = moved_or_none<float>(std::move(found.weights));
+    nb::dict out = absent_of(result);
+    out["ticket"] = std::move(result.ticket);
+    out["num_ids"] = result.num_ids;
+    out["offsets"] = moved_or_none<std::int64_t>(std::move(result.offsets));
+    out["weights"] = moved_or_none<float>(std::move(result.weights));
     return out;
 }
 
@@ -59,10 +59,10 @@ nb::dict lookup_id_frames(Engine& engine, const Ids& ids, const Offsets& offsets
     const LookupStep when = checked_step(step, oldest_open, train, false, first_epoch);
     require_size("frames", frames.size(), ids.size());
     std::int32_t* memory = frames.data();
-    FrameLookup found =
+    FrameLookup result =
         without_gil([&] { return engine.lookup_id_frames(ids.data(), of_tables, when, memory, train && want_ticket); });
-    nb::dict out = absent_of(found);
-    out["ticket"] = std::move(found.ticket);
+    nb::dict out = absent_of(result);
+    out["ticket"] = std::move(result.ticket);
     return out;
 }
 

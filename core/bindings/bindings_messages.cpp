@@ -37,8 +37,8 @@ struct Type {
     char format = 0;  // how the buffer protocol spells the type of the array's elements
     std::size_t item_bytes = 0;
     bool optional = false;
-    unsigned scalars = 0; // which ones may stand here
-    int items = -1;       // which ones may be in a list; -1: no list
+    unsigned scalars = 0; // which kinds the value may have, as bits of Scalar
+    int items = -1;       // which kinds the items of a list may have; -1: no list
 };
 
 // Returns one of the two names that the buffer protocol has for a 64-bit integer.
@@ -92,8 +92,8 @@ unsigned scalar_of(PyObject* value) {
 }
 
 bool fits(PyObject* value, unsigned allowed) {
-    const unsigned found = scalar_of(value);
-    return (found & allowed) != 0 || (found == kInt && (allowed & kFloat) != 0);
+    const unsigned kind = scalar_of(value);
+    return (kind & allowed) != 0 || (kind == kInt && (allowed & kFloat) != 0);
 }
 
 template <typename Number> void write_number(std::string& out, Number value) {
@@ -160,9 +160,9 @@ struct Parts {
     const char* data;
 
     std::size_t size(std::size_t frame) const {
-        std::uint32_t found;
-        std::memcpy(&found, data + kHeaderBytes + 4 * frame, 4);
-        return found;
+        std::uint32_t num_bytes;
+        std::memcpy(&num_bytes, data + kHeaderBytes + 4 * frame, 4);
+        return num_bytes;
     }
     const char* body() const { return data + kHeaderBytes + 4 * header.num_frames; }
 };
@@ -308,12 +308,12 @@ class MessageCodec {
     // Returns the JSON value in the frame, or null if it is not valid or something follows it.
     PyObject* parse(const char* frame, std::size_t size) const {
         PyObject* text = PyUnicode_DecodeUTF8(frame, static_cast<Py_ssize_t>(size), nullptr);
-        PyObject* found = text == nullptr ? nullptr : PyObject_CallFunction(scan_.ptr(), "Oi", text, 0); // (value, end)
+        PyObject* pair = text == nullptr ? nullptr : PyObject_CallFunction(scan_.ptr(), "Oi", text, 0); // (value, end)
         PyObject* value = nullptr;
-        if (found != nullptr && PyLong_AsSsize_t(PyTuple_GET_ITEM(found, 1)) == PyUnicode_GET_LENGTH(text))
-            value = Py_NewRef(PyTuple_GET_ITEM(found, 0));
-        if (found == nullptr) PyErr_Clear();
-        Py_XDECREF(found);
+        if (pair != nullptr && PyLong_AsSsize_t(PyTuple_GET_ITEM(pair, 1)) == PyUnicode_GET_LENGTH(text))
+            value = Py_NewRef(PyTuple_GET_ITEM(pair, 0));
+        if (pair == nullptr) PyErr_Clear();
+        Py_XDECREF(pair);
         Py_XDECREF(text);
         return value;
     }

@@ -52,11 +52,11 @@ std::vector<std::uint32_t> checked_groups(const Split& split, const Words& group
 
 nb::dict lines(Split& split, SplitTicket& ticket, const Words& groups) {
     const std::vector<std::uint32_t> of_tables = checked_groups(split, groups);
-    SplitLines found = without_gil([&] { return split.lines(ticket, of_tables); });
+    SplitLines result = without_gil([&] { return split.lines(ticket, of_tables); });
     nb::dict out;
-    out["lines"] = moved<std::int32_t>(std::move(found.lines));
-    out["offsets"] = moved_or_none<std::int64_t>(std::move(found.offsets));
-    out["weights"] = moved_or_none<float>(std::move(found.weights));
+    out["lines"] = moved<std::int32_t>(std::move(result.lines));
+    out["offsets"] = moved_or_none<std::int64_t>(std::move(result.offsets));
+    out["weights"] = moved_or_none<float>(std::move(result.weights));
     return out;
 }
 
@@ -71,10 +71,10 @@ nb::tuple runs(Split& split, const std::vector<SplitTicket*>& tickets, const std
         checked_parts(tickets, given, [](const SplitTicket& ticket) { return ticket.ticket.bags.get(); });
     const std::vector<std::uint32_t> of_tables = checked_groups(split, groups);
     std::vector<std::uint32_t> of_buckets = checked_owners(split, owners, num_servers);
-    auto found = std::make_unique<SumRuns>(
+    auto sums = std::make_unique<SumRuns>(
         without_gil([&] { return split.runs(tickets, parts, std::move(of_buckets), num_servers, of_tables); }));
-    nb::dict of_runs = dict_of(std::move(found->runs));
-    return nb::make_tuple(std::move(found), std::move(of_runs));
+    nb::dict of_runs = dict_of(std::move(sums->runs));
+    return nb::make_tuple(std::move(sums), std::move(of_runs));
 }
 
 void fill(Split& split, SplitTicket& ticket, const std::vector<FloatsIn>& rows, const FloatsOut& block,

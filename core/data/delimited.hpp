@@ -303,10 +303,10 @@ class DelimitedParser {
         float value;
         if (!use.texts.empty()) {
             if (check_utf8_ && !is_utf8(text)) return Fault::utf8;
-            const auto found =
+            const auto entry =
                 std::find_if(use.texts.begin(), use.texts.end(), [&](const auto& each) { return each.first == text; });
-            if (found == use.texts.end() && !use.other) return Fault::label_text;
-            value = found == use.texts.end() ? *use.other : found->second;
+            if (entry == use.texts.end() && !use.other) return Fault::label_text;
+            value = entry == use.texts.end() ? *use.other : entry->second;
         } else {
             const auto parsed = parse_number(text);
             if (!parsed) return Fault::number;

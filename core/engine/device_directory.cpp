@@ -75,7 +75,8 @@ void DeviceDirectory::find(Batch& batch, const LookupStep& at, std::int32_t* fra
     batch.hinted = true;
 }
 
-// Writes the frames of a bucket's entries; unique: the places of its unique ids, which this replaces.
+// Writes the frames of a bucket's entries. unique: the places of its unique ids; on return their frames, in the form
+// that find() has.
 void DeviceDirectory::write(const Batch& batch, std::size_t t, std::uint32_t b, std::uint32_t* unique,
                             std::int32_t* frames, std::vector<AbsentRow>& absent) {
     const std::uint32_t first = batch.begin[b];
@@ -99,19 +100,19 @@ void DeviceDirectory::find_tiered(Batch& batch, const LookupStep& at, std::int32
     require_room(batch, at, rows, lease);
     tables_.open_step(at);
     open_lookups_.emplace_back(at.step, rows);
-    FoundPlaces found;
-    found.places.resize(batch.size());
-    found.at_home.resize(pools_.size());
+    FoundPlaces lookup;
+    lookup.places.resize(batch.size());
+    lookup.at_home.resize(pools_.size());
     try {
-        find_places(batch, at, found, lease);
-        bring_rows(found, at);
+        find_places(batch, at, lookup, lease);
+        bring_rows(lookup, at);
     } catch (...) {
-        keep_inserted(found.inserted);
+        keep_inserted(lookup.inserted);
         throw;
     }
-    keep_inserted(found.inserted);
+    keep_inserted(lookup.inserted);
     scheduler_.for_each_occupied(tables_.map(), lease, batch, [&](std::size_t t, std::uint32_t b, Scratch&) {
-        write(batch, t, b, found.places.data() + batch.begin[b], frames, absent);
+        write(batch, t, b, lookup.places.data() + batch.begin[b], frames, absent);
     });
     batch.hinted = true;
 }
@@ -176,27 +177,27 @@ void DeviceDirectory::require_room(Batch& batch, const LookupStep& at, const std
     }
 }
 
-void DeviceDirectory::find_places(Batch& batch, const LookupStep& at, FoundPlaces& found,
+void DeviceDirectory::find_places(Batch& batch, const LookupStep& at, FoundPlaces& lookup,
                                   BucketScheduler::ScratchLease& lease) {
     scheduler_.for_each_occupied(tables_.map(), lease, batch, [&](std::size_t t, std::uint32_t b, Scratch& scratch) {
         const BucketVisit visit = visit_of(batch, tables_.map().first[t], b);
-        std::uint32_t* places = found.places.data() + batch.begin[b];
+        std::uint32_t* places = lookup.places.data() + batch.begin[b];
         std::vector<InsertedRow> inserted;
         try {
             tables_[t].lookup_places(visit, at, places, inserted, scratch);
         } catch (...) {
-            std::lock_guard lock(found.mutex);
-            found.inserted.insert(found.inserted.end(), inserted.begin(), inserted.end());
+            std::lock_guard lock(lookup.mutex);
+            lookup.inserted.insert(lookup.inserted.end(), inserted.begin(), inserted.end());
             throw;
         }
-        std::lock_guard lock(found.mutex);
-        const std::size_t first = found.inserted.size();
-        found.inserted.insert(found.inserted.end(), inserted.begin(), inserted.end());
+        std::lock_guard lock(lookup.mutex);
+        const std::size_t first = lookup.inserted.size();
+        lookup.inserted.insert(lookup.inserted.end(), inserted.begin(), inserted.end());
         const bool stays = pool_of(tables_[t]).device.limit() == 0;
         for (std::uint32_t i = 0, k = 0; i < visit.num_unique; ++i) {
             const bool is_new = k < inserted.size() && inserted[k].id == visit.unique[i];
             if (is_at_home(places[i]) && !stays)
-                found.at_home[*tables_[t].config().frame_pool].push_back(
+                lookup.at_home[*tables_[t].config().frame_pool].push_back(
                     {visit.unique[i], visit.hints[i], batch.begin[b] + i, is_new ? first + k : FoundPlaces::kOld,
                      static_cast<std::uint32_t>(t)});
             k += is_new;
@@ -205,7 +206,7 @@ void DeviceDirectory::find_places(Batch& batch, const LookupStep& at, FoundPlace
 }
 
 // Gives each row that was found at home a frame: a free one, or one whose row goes home in exchange.
-void DeviceDirectory::bring_rows(FoundPlaces& found, const LookupStep& at) {
+void DeviceDirectory::bring_rows(FoundPlaces& lookup, const LookupStep& at) {
     SATRAP_ASSERT(places_mutex_.is_held());
     constexpr std::size_t kAhead = 8; // moves whose rows are being fetched
     const std::uint32_t before = std::min(at.oldest_open, at.step);
@@ -214,7 +215,7 @@ void DeviceDirectory::bring_rows(FoundPlaces& found, const LookupStep& at) {
     std::size_t num_moves = 0;
     try {
         for (std::size_t p = 0; p < pools_.size(); ++p) {
-            const std::size_t needed = found.at_home[p].size();
+            const std::size_t needed = lookup.at_home[p].size();
             if (needed == 0) continue;
             num_moves += needed;
             std::vector<std::uint32_t> frames(needed);
@@ -222,7 +223,7 @@ void DeviceDirectory::bring_rows(FoundPlaces& found, const LookupStep& at) {
             free[p] = std::move(frames);
             pools_[p]->order().oldest(needed - free[p].size(), before, victims[p]);
             if (const std::size_t missing = needed - free[p].size() - victims[p].size(); missing != 0) {
-                const auto first = std::min_element(found.at_home[p].begin(), found.at_home[p].end(),
+                const auto first = std::min_element(lookup.at_home[p].begin(), lookup.at_home[p].end(),
                                                     [](const auto& a, const auto& b) { return a.table < b.table; });
                 fail_frames(first->table, missing, at, before);
             }
@@ -237,12 +238,12 @@ void DeviceDirectory::bring_rows(FoundPlaces& found, const LookupStep& at) {
     std::lock_guard lock(inserted_mutex_);
     moves_.reserve(moves_.size() + num_moves); // nothing may throw once a row has another place
     for (std::size_t p = 0; p < pools_.size(); ++p)
-        for (std::size_t i = 0; i < found.at_home[p].size(); ++i) {
-            const FoundPlaces::AtHome& row = found.at_home[p][i];
-            SATRAP_ASSERT(is_at_home(found.places[row.at]));
-            const std::uint32_t slot = found.places[row.at] & ~kAtHome;
+        for (std::size_t i = 0; i < lookup.at_home[p].size(); ++i) {
+            const FoundPlaces::AtHome& row = lookup.at_home[p][i];
+            SATRAP_ASSERT(is_at_home(lookup.places[row.at]));
+            const std::uint32_t slot = lookup.places[row.at] & ~kAtHome;
             const bool has_victim = i >= free[p].size();
-            if (const std::size_t next = i + kAhead; has_victim && next < found.at_home[p].size()) {
+            if (const std::size_t next = i + kAhead; has_victim && next < lookup.at_home[p].size()) {
                 const FrameOrder::Use& later = victims[p][next - free[p].size()];
                 tables_[later.table].prefetch_row(later.id, later.slot);
             }
@@ -256,8 +257,8 @@ void DeviceDirectory::bring_rows(FoundPlaces& found, const LookupStep& at) {
             }
             tables_[row.table].move_in(row.id, row.row, slot, frame, row.is_new());
             if (!has_victim) pools_[p]->home.give({&slot, 1});
-            found.places[row.at] = frame;
-            if (row.is_new()) found.inserted[row.inserted].place = frame;
+            lookup.places[row.at] = frame;
+            if (row.is_new()) lookup.inserted[row.inserted].place = frame;
             const std::uint32_t directions = (row.is_new() ? 0 : Move::kIn) | (has_victim ? Move::kOut : 0);
             if (directions != 0) moves_.push_back({static_cast<std::uint32_t>(p), frame, slot, directions});
         }

@@ -66,8 +66,8 @@ class DeviceDirectory {
     std::vector<std::uint64_t> require_frames(const Batch& batch);
     void require_room(Batch& batch, const LookupStep& at, const std::vector<std::uint64_t>& rows,
                       BucketScheduler::ScratchLease& lease);
-    void find_places(Batch& batch, const LookupStep& at, FoundPlaces& found, BucketScheduler::ScratchLease& lease);
-    void bring_rows(FoundPlaces& found, const LookupStep& at);
+    void find_places(Batch& batch, const LookupStep& at, FoundPlaces& lookup, BucketScheduler::ScratchLease& lease);
+    void bring_rows(FoundPlaces& lookup, const LookupStep& at);
     [[noreturn]] void fail_frames(std::size_t t, std::size_t missing, const LookupStep& at, std::uint32_t before);
 
     const Tables& tables_;

@@ -371,7 +371,7 @@ TableStats Engine::stats(std::size_t t) {
             stats.rows += bucket.rows.size();
             stats.sightings += bucket.sightings.size();
         } else if (ownership_.shares(t)) {
-            continue; // their owner counts what happens in all engines alike
+            continue; // it happens in the engines of all trainers, and the owner counts it
         }
         stats.counters.add(bucket.counters);
         stats.in_frames += bucket.in_frames;

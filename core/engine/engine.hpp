@@ -236,7 +236,7 @@ class Engine {
     template <typename Visit> void each_bucket(std::size_t t, Visit visit) {
         each_bucket(t, 0, table(t).config().num_buckets, true, visit);
     }
-    void export_bucket_cut(Table& table, Bucket& bucket, std::uint32_t since, RowExport& out, CutRows& found);
+    void export_bucket_cut(Table& table, Bucket& bucket, std::uint32_t since, RowExport& out, CutRows& cut);
     void require_cut(const Table& table) const;
     void wait_for_cut_room();
     // Returns where each ticket's gradients of table t begin.
@@ -244,7 +244,7 @@ class Engine {
     FrameRuns take_runs(Claim& claim, Tickets tickets, const GivenOf& given_of, std::uint32_t step, bool filter);
     FrameRuns order(Claim& claim, Ticket& ticket, const GivenOf& given_of);
     std::unique_ptr<FoundRows> begin_found(const LookupStep& at) const;
-    bool stands(const FoundRows& found, std::uint32_t step) const;
+    bool stands(const FoundRows& rows, std::uint32_t step) const;
     FrameRuns runs_for(Tickets tickets, bool ordered) const;
     void order_bucket(Tickets tickets, std::span<const EntryPlaces> given, std::size_t t, std::uint32_t b,
                       std::uint32_t n, FrameRuns& runs, Scratch& scratch) const;

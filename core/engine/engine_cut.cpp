@@ -26,15 +26,15 @@ struct Sighting {
 
 // Lists the slots of the bucket's rows at the cut that changed since a version, and what it had removed. Rows that need
 // not be exported need not be kept, either.
-void list_cut(Bucket& bucket, std::uint32_t expire_before, std::uint32_t since, HashOrder& order, CutRows& found) {
+void list_cut(Bucket& bucket, std::uint32_t expire_before, std::uint32_t since, HashOrder& order, CutRows& cut) {
     SATRAP_ASSERT(bucket.mutex.is_held());
     OldRows& old = bucket.rows.old_rows();
     const auto list = [&](std::uint32_t slot, std::uint64_t id, const Head& head) {
         if (head.stamp < expire_before) {
-            if (since != 0) found.removed.push_back(id);
+            if (since != 0) cut.removed.push_back(id);
             return false;
         }
-        ++found.alive;
+        ++cut.alive;
         if (head.changed < since) return false;
         order.add(id, slot);
         return true;
@@ -44,7 +44,7 @@ void list_cut(Bucket& bucket, std::uint32_t expire_before, std::uint32_t since, 
         if (!old.is_done(slot) && !list(slot, bucket.rows.id(slot), head)) old.set_done(slot);
     });
     for (std::size_t i = 0; since != 0 && i < std::min(bucket.cut_removed, bucket.removed.size()); ++i)
-        if (bucket.removed[i].version >= since) found.removed.push_back(bucket.removed[i].id);
+        if (bucket.removed[i].version >= since) cut.removed.push_back(bucket.removed[i].id);
 }
 
 } // namespace
@@ -82,33 +82,33 @@ void Engine::require_cut(const Table& table) const {
 CutRows Engine::export_cut(std::size_t t, std::uint32_t first, std::uint32_t last, std::uint32_t since) {
     Table& table = this->table(t);
     RowExport out(*blocks_, table.config());
-    CutRows found;
+    CutRows cut;
     const auto places_lock = directory_.lock();
     require_cut(table);
     for (std::uint32_t b = first; b < last; ++b) {
         if (!ownership_.owns(t, b)) continue;
-        export_bucket_cut(table, table.bucket(b), since, out, found);
+        export_bucket_cut(table, table.bucket(b), since, out, cut);
         cut_memory_.give(0); // there is progress
     }
-    found.columns = out.done();
-    return found;
+    cut.columns = out.done();
+    return cut;
 }
 
-// Adds one bucket's rows to `out`, its removed ids to `found`; see the file's head for the four steps.
-void Engine::export_bucket_cut(Table& table, Bucket& bucket, std::uint32_t since, RowExport& out, CutRows& found) {
+// Adds one bucket's rows to `out`, its removed ids to `cut`; see the file's head for the four steps.
+void Engine::export_bucket_cut(Table& table, Bucket& bucket, std::uint32_t since, RowExport& out, CutRows& cut) {
     const auto lock_bucket = [&] {
         std::unique_lock lock(bucket.mutex);
         if (bucket.places == nullptr && !bucket.rows.in_cut()) require_cut(table);
         return lock;
     };
     HashOrder order(table.config().is_direct());
-    const std::size_t first_removed = found.removed.size();
+    const std::size_t first_removed = cut.removed.size();
     {
         const auto lock = lock_bucket();
         if (bucket.places != nullptr) bucket.begin_cut(cut_memory_);
-        list_cut(bucket, table.cut_expire_before(), since, order, found);
+        list_cut(bucket, table.cut_expire_before(), since, order, cut);
     }
-    sort_hashed(found.removed, first_removed, table.config().is_direct());
+    sort_hashed(cut.removed, first_removed, table.config().is_direct());
     const std::span<const HashOrder::Entry> sorted = order.sorted(table.config().bucket_bits());
     out.reserve(out.rows() + sorted.size());
     const std::size_t first_line = out.add(sorted.size());

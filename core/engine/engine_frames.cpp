@@ -12,16 +12,16 @@ FrameLookup Engine::lookup_frames(const std::shared_ptr<const Bags>& bags, const
                                   std::int32_t* frames, bool want_ticket) {
     require_rows_on_device();
     PlannedBags planned = plan_bags(*bags, inputs, at, true);
-    FrameLookup found;
-    found.num_ids = planned.plan->num_ids();
+    FrameLookup result;
+    result.num_ids = planned.plan->num_ids();
     const BagInputs& kept = planned.plan->inputs();
-    if (kept.offsets != nullptr) found.offsets.assign(kept.offsets, kept.offsets + kept.num_bags + 1);
-    if (kept.weights != nullptr) found.weights.assign(kept.weights, kept.weights + found.num_ids);
+    if (kept.offsets != nullptr) result.offsets.assign(kept.offsets, kept.offsets + kept.num_bags + 1);
+    if (kept.weights != nullptr) result.weights.assign(kept.weights, kept.weights + result.num_ids);
     std::unique_ptr<FoundRows> rows = begin_found(at);
-    directory_.find(*planned.batch, at, frames, found.absent);
-    found.ticket = end_lookup(std::move(planned), bags, want_ticket);
-    if (want_ticket) found.ticket->looked_up = std::move(rows);
-    return found;
+    directory_.find(*planned.batch, at, frames, result.absent);
+    result.ticket = end_lookup(std::move(planned), bags, want_ticket);
+    if (want_ticket) result.ticket->looked_up = std::move(rows);
+    return result;
 }
 
 std::unique_ptr<FoundRows> Engine::begin_found(const LookupStep& at) const {
@@ -32,10 +32,10 @@ std::unique_ptr<FoundRows> Engine::begin_found(const LookupStep& at) const {
 
 // Returns whether an update in this step would find the rows in the same places, with all of its stamps and marks: no
 // row has left its place since the lookup, and no save has begun a version.
-bool Engine::stands(const FoundRows& found, std::uint32_t step) const {
-    if (!found.all_found || found.step != step) return false;
+bool Engine::stands(const FoundRows& rows, std::uint32_t step) const {
+    if (!rows.all_found || rows.step != step) return false;
     for (std::size_t t = 0; t < tables_.size(); ++t)
-        if (tables_[t].ledger().version.load() != found.versions[t] || tables_[t].expire_before() > step ||
+        if (tables_[t].ledger().version.load() != rows.versions[t] || tables_[t].expire_before() > step ||
             !directory_.pool_of(tables_[t]).kept_since(step))
             return false;
     return true;
@@ -161,17 +161,17 @@ FrameLookup Engine::lookup_id_frames(const std::uint64_t* ids, std::span<const s
     std::unique_ptr<Batch> batch = group(ids, offsets, true);
     ownership_.require([&](std::uint32_t b) { return occupied(*batch, b); }, at.train);
     take_step(at);
-    FrameLookup found;
-    found.num_ids = batch->size();
+    FrameLookup result;
+    result.num_ids = batch->size();
     std::unique_ptr<FoundRows> rows = begin_found(at);
-    directory_.find(*batch, at, frames, found.absent);
+    directory_.find(*batch, at, frames, result.absent);
     if (want_ticket) {
-        found.ticket.reset(new Ticket(ticket_of(std::move(batch), identity_, out_size(offsets))));
-        found.ticket->looked_up = std::move(rows);
+        result.ticket.reset(new Ticket(ticket_of(std::move(batch), identity_, out_size(offsets))));
+        result.ticket->looked_up = std::move(rows);
     } else {
         batches_.give(std::move(batch));
     }
-    return found;
+    return result;
 }
 
 FrameRuns Engine::update_id_frames(const std::uint64_t* ids, std::span<const std::int64_t> offsets,

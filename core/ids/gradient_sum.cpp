@@ -66,11 +66,11 @@ std::size_t GradientSum::drop_overflowed(const BucketVisit& visit, const Entries
 std::vector<NonFinite> GradientSum::find_nonfinite(const BucketVisit& visit, const Gradients& gradients,
                                                    Scratch& scratch) const {
     SATRAP_ASSERT(refuses_nonfinite());
-    std::vector<NonFinite> found;
+    std::vector<NonFinite> nonfinite;
     auto note = [&](std::uint32_t e, const float* row, bool of_sum) {
         std::uint32_t i = 0;
         while (i + 1 < dim_ && finite(row + i, 1)) ++i;
-        found.push_back({e, visit.unique[visit.local[e]], row[i], of_sum});
+        nonfinite.push_back({e, visit.unique[visit.local[e]], row[i], of_sum});
     };
     float* room = scratch.values.reserve(dim_);
     float* sums = scratch.sums.reserve(static_cast<std::size_t>(visit.num_unique) * dim_);
@@ -84,7 +84,7 @@ std::vector<NonFinite> GradientSum::find_nonfinite(const BucketVisit& visit, con
         else if (!finite(sum, dim_))
             note(e, sum, true);
     }
-    return found;
+    return nonfinite;
 }
 
 void GradientSum::refuse_nonfinite(const NonFinite& first, const std::string& where) const {

@@ -46,22 +46,22 @@ inline std::uint32_t deduplicate_ids(std::uint64_t* ids, std::uint32_t count, st
     const std::uint32_t mask = std::bit_ceil(2 * count) - 1;
     std::uint32_t* slots = table.reserve(mask + 1); // number + 1; 0: empty
     std::memset(slots, 0, (static_cast<std::size_t>(mask) + 1) * sizeof(std::uint32_t));
-    std::uint32_t found = 0; // never overtakes e
+    std::uint32_t num_unique = 0; // never overtakes e
     for (std::uint32_t e = 0; e < count; ++e) {
         const std::uint64_t id = ids[e];
-        ids[found] = id; // an empty slot reads as this position, so that a new id needs no branch
+        ids[num_unique] = id; // an empty slot reads as this position, so that a new id needs no branch
         std::uint32_t at = static_cast<std::uint32_t>(mix64(id) >> 8) & mask;
-        std::uint32_t number = slots[at] == 0 ? found : slots[at] - 1;
+        std::uint32_t number = slots[at] == 0 ? num_unique : slots[at] - 1;
         while (ids[number] != id) {
             at = (at + 1) & mask;
-            number = slots[at] == 0 ? found : slots[at] - 1;
+            number = slots[at] == 0 ? num_unique : slots[at] - 1;
         }
         slots[at] = number + 1;
-        SATRAP_ASSERT(number <= found && found <= e);
+        SATRAP_ASSERT(number <= num_unique && num_unique <= e);
         numbers[e] = number;
-        found += number == found;
+        num_unique += number == num_unique;
     }
-    return found;
+    return num_unique;
 }
 
 struct Batch {

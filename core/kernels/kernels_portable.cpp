@@ -31,14 +31,14 @@ struct Lanes {
 struct Sixteen {
     float v[16] = {};
     static Sixteen load(const float* from) {
-        Sixteen found;
-        for (int j = 0; j < 16; ++j) found.v[j] = from[j];
-        return found;
+        Sixteen lanes;
+        for (int j = 0; j < 16; ++j) lanes.v[j] = from[j];
+        return lanes;
     }
     static Sixteen broadcast(const float* from) {
-        Sixteen found;
-        for (int j = 0; j < 16; ++j) found.v[j] = *from;
-        return found;
+        Sixteen lanes;
+        for (int j = 0; j < 16; ++j) lanes.v[j] = *from;
+        return lanes;
     }
     void plus_product(const Sixteen& a, const Sixteen& b) {
         for (int j = 0; j < 16; ++j) v[j] += a.v[j] * b.v[j];

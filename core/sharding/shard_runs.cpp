@@ -33,17 +33,17 @@ SplitLines Split::lines(SplitTicket& given, std::span<const std::uint32_t> group
     const Batch& batch = *given.ticket.batch;
     const BagInputs& kept = given.plan->inputs();
     const std::vector<std::uint32_t> first = first_lines(*given.layout, groups);
-    SplitLines found;
-    found.lines.resize(given.plan->num_ids());
-    if (kept.offsets != nullptr) found.offsets.assign(kept.offsets, kept.offsets + kept.num_bags + 1);
-    if (kept.weights != nullptr) found.weights.assign(kept.weights, kept.weights + found.lines.size());
+    SplitLines result;
+    result.lines.resize(given.plan->num_ids());
+    if (kept.offsets != nullptr) result.offsets.assign(kept.offsets, kept.offsets + kept.num_bags + 1);
+    if (kept.weights != nullptr) result.weights.assign(kept.weights, kept.weights + result.lines.size());
     BucketScheduler::ScratchLease lease(scheduler_, batch.size());
     scheduler_.for_each_occupied(map_, lease, batch, [&](std::size_t, std::uint32_t b, Scratch&) {
         for (std::uint32_t e = batch.begin[b]; e < batch.begin[b + 1]; ++e)
-            found.lines[batch.indexes[e]] = static_cast<std::int32_t>(first[b] + batch.local[e]);
+            result.lines[batch.indexes[e]] = static_cast<std::int32_t>(first[b] + batch.local[e]);
     });
     plans_.give(std::move(given.plan));
-    return found;
+    return result;
 }
 
 FrameRuns Split::order(SplitTicket& given, std::span<const std::uint32_t> groups) {
@@ -74,8 +74,8 @@ SumRuns Split::runs(std::span<SplitTicket* const> given_tickets, std::span<const
     Claim claim(tickets, identity_);
     const std::vector<GivenPlaces> places = given_places(tickets, given);
     const std::vector<EntryPlaces> entry_places(places.begin(), places.end());
-    SumRuns found{nullptr, nullptr, reserve_runs(map_, tickets, false)};
-    FrameRuns& runs = found.runs;
+    SumRuns sums{nullptr, nullptr, reserve_runs(map_, tickets, false)};
+    FrameRuns& runs = sums.runs;
     std::vector<std::uint64_t> ids(runs.frames.size());
     std::vector<std::uint32_t> counts(map_.total()); // ids with a gradient
     BucketScheduler::ScratchLease lease(scheduler_, size_of(tickets));
@@ -89,9 +89,9 @@ SumRuns Split::runs(std::span<SplitTicket* const> given_tickets, std::span<const
             runs.frames[i] = counts[b]++; // until the layout is known
         }
     });
-    found.layout = make_layout(std::move(owners), num_servers, counts);
-    const std::vector<std::uint32_t> first = first_lines(*found.layout, groups);
-    const std::shared_ptr<const PooledBlock> memory = take_block(found.layout->first_id.back() * sizeof(std::uint64_t));
+    sums.layout = make_layout(std::move(owners), num_servers, counts);
+    const std::vector<std::uint32_t> first = first_lines(*sums.layout, groups);
+    const std::shared_ptr<const PooledBlock> memory = take_block(sums.layout->first_id.back() * sizeof(std::uint64_t));
     scheduler_.for_each_bucket(
         map_, lease, [&](std::uint32_t b) { return counts[b] != 0; },
         [&](std::size_t, std::uint32_t b, Scratch&) {
@@ -99,15 +99,15 @@ SumRuns Split::runs(std::span<SplitTicket* const> given_tickets, std::span<const
             const std::uint32_t end = b + 1 < map_.total() ? runs.first_run[b + 1] : runs.first_run_of_table.back();
             for (std::uint32_t i = run; i < end; ++i)
                 if (runs.frames[i] != kNoRow) runs.frames[i] += first[b];
-            std::copy_n(ids.data() + run, counts[b], memory->as<std::uint64_t>() + found.layout->id_begin[b]);
+            std::copy_n(ids.data() + run, counts[b], memory->as<std::uint64_t>() + sums.layout->id_begin[b]);
         });
-    found.ids = memory;
+    sums.ids = memory;
     claim.keep();
     for (SplitTicket* each : given_tickets) {
         batches_.give(std::move(each->ticket.batch));
         if (each->plan != nullptr) plans_.give(std::move(each->plan));
     }
-    return found;
+    return sums;
 }
 
 } // namespace satrap

@@ -123,10 +123,10 @@ class AppliedSteps {
     // Returns the trainers that have windows.
     std::vector<std::uint32_t> trainers() {
         std::lock_guard lock(mutex_);
-        std::vector<std::uint32_t> found;
+        std::vector<std::uint32_t> numbers;
         for (std::uint32_t r = 0; r < of_trainer_.size(); ++r)
-            if (of_trainer_[r] != nullptr) found.push_back(r);
-        return found;
+            if (of_trainer_[r] != nullptr) numbers.push_back(r);
+        return numbers;
     }
     // Before these buckets leave: marks what is finished here at each of them. No update may run.
     void hand_over(std::span<const std::uint32_t> buckets) {

@@ -229,9 +229,9 @@ void Table::point_rows(Bucket& bucket, const BucketVisit& visit, Scratch& scratc
     const std::byte** rows = scratch.rows.reserve(visit.num_unique);
     std::size_t absent = 0;
     for (std::uint32_t i = 0; i < visit.num_unique; ++i) {
-        const bool found = slots[i] != kNoSlot && bucket.rows.head(slots[i]).stamp >= line;
-        rows[i] = found ? bucket.rows.row(slots[i]) : nullptr;
-        absent += !found;
+        const bool has_row = slots[i] != kNoSlot && bucket.rows.head(slots[i]).stamp >= line;
+        rows[i] = has_row ? bucket.rows.row(slots[i]) : nullptr;
+        absent += !has_row;
     }
     if (absent == 0) return;
     const std::size_t stride = config_.row_bytes();

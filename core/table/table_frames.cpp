@@ -72,8 +72,9 @@ void Table::update_places(const BucketVisit& visit, const std::uint8_t* started,
     locate(bucket, visit, hinted, scratch);
     const std::uint32_t* slots = scratch.slots.data();
     for (std::uint32_t i = 0; i < visit.num_unique; ++i) {
-        const bool found = started[i] && (settled ? stamp_updated(bucket, slots[i], step) : is_live(bucket, slots[i]));
-        places[i] = found ? bucket.place_of(slots[i]) : kNoFrame;
+        const bool has_row =
+            started[i] && (settled ? stamp_updated(bucket, slots[i], step) : is_live(bucket, slots[i]));
+        places[i] = has_row ? bucket.place_of(slots[i]) : kNoFrame;
     }
 }
 

@@ -108,7 +108,8 @@ class _Mount:
         return cls(kind, tuple(options.split(",")), PurePosixPath(root), Path(point))
 
     def has(self, controller: str | None) -> bool:
-        """Return whether groups with this controller are mounted here; None: those of version 2."""
+        """Return whether this mount has the groups of a controller; None: the groups of version 2, for all
+        controllers."""
         return self.kind == "cgroup2" if controller is None else self.kind == "cgroup" and controller in self.options
 
     def folder(self, group: str) -> Path | None:

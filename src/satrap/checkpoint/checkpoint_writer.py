@@ -1,6 +1,6 @@
-"""Writes checkpoints: a draft is what one will hold, the state of a step that training no longer changes; the writer
-makes a folder of it, in any thread, such as that of `in_background`, and decides whether tables are written in full
-or as changes to the checkpoint before.
+"""Writes checkpoints. A draft is what a checkpoint will hold: the state of a step, which training no longer changes.
+The writer makes a folder of it, in any thread (`in_background` starts one), and decides whether tables are written in
+full or as changes to the checkpoint before.
 """
 
 import logging
@@ -32,7 +32,7 @@ class Draft:
     source: Mapping[str, Any] | None
     is_best: bool
     may_repeat: bool
-    """Whether no trainer trains until the checkpoint is complete, so that another cut is the same."""
+    """Whether no trainer trains until the checkpoint is complete, so that another cut would hold the same rows."""
     tables: TablesToCut
     parent: tuple[str, dict[str, int]] | None
     """The checkpoint that it may continue, and its tables' versions."""
@@ -67,7 +67,7 @@ class CheckpointWriter:
         self._since_full = self._full_every if num_links is None else num_links
 
     def draft(self, tables: TablesToCut, **parts: Any) -> Draft:
-        """Take the cut of the tables, of which no trainer trains any. parts: the other fields of the draft."""
+        """Take the cut of the tables, while no trainer trains. parts: the other fields of the draft."""
         parent = None
         if self._last is not None and self._since_full < self._full_every and tables.map_version == self._map_version:
             parent = self._last

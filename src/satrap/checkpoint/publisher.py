@@ -48,7 +48,7 @@ class Publisher(Protocol):
         """Remove what killed processes have left of `begin`: the folders for whose name `is_left` returns True."""
 
     def is_locked_by_run(self) -> bool:
-        """Return whether it is the `--folder` of a live `satrap run`, which locks it until its end."""
+        """Return whether the folder is the `--folder` of a live `satrap run`, which locks it until its end."""
 
     @contextmanager
     def locked(self, seconds: float) -> Iterator[None]:

@@ -37,7 +37,7 @@ def add_completion(commands: Commands) -> None:
 
 
 def completion_script(shell: str, parser: argparse.ArgumentParser) -> str:
-    """Return the script. parser: that of the command line."""
+    """Return the script. parser: the parser of the command line."""
     cases = [f'    {pattern}) words="{" ".join(words)}" ;;' for pattern, words in _cases("", parser)]
     return (_ZSH if shell == "zsh" else "") + _SCRIPT.replace("CASES", "\n".join(cases)).rstrip()
 

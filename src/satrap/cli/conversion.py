@@ -17,8 +17,8 @@ _DAY_FIRST = ("%d.%m.%Y", "%d.%m.%Y %H:%M", "%d.%m.%Y %H:%M:%S")
 
 
 def conversion_lines(plan: ColumnPlan, source: CSV, missing: Sequence[str]) -> Iterator[str]:
-    """Yield what a conversion is good for, then its command alone on a line; nothing without dates and decimal commas.
-    missing: texts that stand for a missing value, besides those of the plan."""
+    """Yield what a conversion is good for, then its command alone on a line; nothing if the file has neither times as
+    text nor decimal commas. missing: further texts that stand for a missing value, beside the plan's."""
     times = [column.profile for column in plan.columns if column.why.startswith(TEXT_TIME)]
     for profile in times:
         parts = " and its ".join(parts_of_time(profile))

@@ -91,7 +91,8 @@ def monitor_run(
     host: str | None = None,
 ) -> Iterator["RunMonitor"]:
     """Yield what records a run, and serve its metrics if there is an address. settings: the run's, for its record.
-    client_key: of servers with keys. host: an address of this machine that others can call; None: its name."""
+    client_key: the key with which to call servers that have keys. host: an address of this machine that others can
+    call; None: its name."""
     from satrap.launch.run_monitor import RunMonitor
 
     monitor = RunMonitor(folder, logs.places, logs.metrics, client_key, settings, logs.show, logs.memory)

@@ -37,12 +37,12 @@ _SAMPLED_ROWS = 200_000
 _HELD_OUT = 0.1
 _LEAST_EPOCHS, _MOST_EPOCHS = 3, 20
 _ROWS_TRAINED = 2_000_000
-"""Training reads at most about so many rows by default, but between three and twenty times the data."""
+"""By default training reads about this many rows, but the data at least three and at most twenty times."""
 _BATCHES = ((20_000, 64), (100_000, 256))
-"""Numbers of rows below which a batch has these samples by default."""
+"""Pairs: with fewer rows than the first number, the second is the default number of samples in a batch."""
 _LARGEST_BATCH = 512
 _ROWS_COUNTED = 10_000
-"""Rows below which the samples for training, validation and the test are counted before a script is written."""
+"""With fewer rows, the samples for training, validation and the test are counted before a script is written."""
 _ROWS_AT_ONCE = 8192
 """Rows in a batch when a file is read only to count its rows."""
 
@@ -253,8 +253,8 @@ def _count_rows(source: FileSource, column: str) -> int:
 
 
 def _tested_columns(source: FileSource, plan: ColumnPlan, options: argparse.Namespace) -> list[ColumnProfile]:
-    """Return the columns that are used of the file to test on; raise if it is of another format, has not all columns or
-    no rows, or has other labels or no numbers where those of training are."""
+    """Return the columns of the file to test on that are used. Raise if the file has another format than the training
+    data, lacks a column or has no rows, or if it has other labels or no numbers where training has numbers."""
     test = options.test
     other = infer_source(test).replace(seed=options.seed, max_bad_rows=options.max_bad_rows)
     if type(other) is not type(source) or getattr(other, "delimiter", None) != getattr(source, "delimiter", None):
@@ -281,7 +281,7 @@ def _tested_columns(source: FileSource, plan: ColumnPlan, options: argparse.Name
 
 
 def _check_test_label(label: LabelPlan, known: ColumnProfile, tested: ColumnProfile, where: str) -> None:
-    """Raise if the labels to test on are others than those of training, or missing."""
+    """Raise if a label to test on is missing, or is not one of the labels of training."""
     expected = " or ".join(map(repr, sorted(known.values)))
     if tested.kind == "empty" or (tested.num_missing and not label.drops_missing):
         raise InputError(
@@ -320,7 +320,7 @@ def _parts(
             "that rises with time"
         )
     bound = (column, last)
-    if first in (least, last):  # too few values to divide what comes before the test by them
+    if first in (least, last):  # the rows before the test have too few values to be divided by them
         return earlier | {"before": bound}, later | {"before": bound}, {"since": bound}
     middle = (column, first)
     return {"before": middle}, {"since": middle, "before": bound}, {"since": bound}

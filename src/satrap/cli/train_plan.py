@@ -18,25 +18,26 @@ LABEL_NAMES = ("label", "click", "clicked", "target", "y")
 _POSITIVE = ("1", "yes", "true", "y", "t", "positive", "click", "clicked")
 _ID_NAME = re.compile(r"(^|_)(id|ids|code|zip|zipcode|postcode|uuid|hash|key|number)$|[a-z]I[dD]$", re.IGNORECASE)
 _MOST_BUCKETS = 128
-"""Distinct whole numbers up to which each gets an embedding as well: their effect is seldom linear."""
+"""Up to this many distinct whole numbers, each gets an embedding as well: their effect is seldom linear."""
 _LEAST_REPEATS = 10
-"""Rows for each distinct value, on average, from which an embedding can be learned for it."""
+"""With this many rows for each distinct value, on average, embeddings can be learned for them."""
 _LEAST_REPEATS_OF_MANY = 5
-"""The same for more distinct whole numbers, unless they have a long tail: they are often the keys of items."""
+"""This many are enough for more than `_MOST_BUCKETS` distinct whole numbers, which are often the keys of items, unless
+they have a long tail."""
 _MOST_COUNT = 2**31
 """Whole numbers beyond it are keys or hashes, and float32 could not tell them apart."""
 _LARGEST_FLOAT32 = 3.4028234e38
 _DIMS = ((16, 4), (256, 8), (1 << 62, 16))
-"""Distinct ids up to which an embedding has this dim."""
+"""Pairs: a column with at most so many distinct ids gets embeddings of this dim."""
 _WORDS = 4
-"""Words of a text, on average, from which it is prose and not a name."""
+"""Texts with at least this many words, on average, are prose and not names."""
 _LEAST_ROWS = 20
 _MOST_MISSING_WORDS = 3
 """Distinct words that may stand for a missing value in a column of numbers."""
 _LEAST_NUMBERS = 3
-"""Distinct numbers from which a column of text may be one of numbers: fewer may be the values of a label."""
+"""A column of text with this many distinct numbers may be a column of numbers; fewer may be the values of a label."""
 _NUMBER_SHARE = 0.9
-"""The share of a column's values that are numbers from which its words stand for a missing value."""
+"""If at least this share of a column's values are numbers, its words stand for a missing value."""
 TEXT_TIME = "times as text"
 
 
@@ -130,7 +131,8 @@ class ColumnPlan:
 
 def missing_words(profiles: Sequence[ColumnProfile], overrides: Overrides) -> frozenset[str]:
     """Return the words that stand for a missing value: the few words in columns that otherwise hold numbers. A source
-    reads them as missing in all columns, so the values of a column that has only two, such as a label, are none."""
+    reads them as missing in all columns, so a value of a column with two values, such as a label, is never such a
+    word."""
     words: set[str] = set()
     for profile in profiles:
         numbers = profile.numbers
@@ -207,17 +209,19 @@ def _plan_label(profiles: Mapping[str, ColumnProfile], overrides: Overrides) -> 
     if name is None:
         named = [column for column in profiles if column.lower() in LABEL_NAMES and column not in overrides.ignore]
         if len(named) != 1:
-            found = f"several columns may be the label ({', '.join(named)})" if named else "no label was named"
-            raise InputError(f"{found}; name it with --label COLUMN; {shown}")
+            problem = f"several columns may be the label ({', '.join(named)})" if named else "no label was named"
+            raise InputError(f"{problem}; name it with --label COLUMN; {shown}")
         name = named[0]
     profile = profiles[name]
     if profile.num_distinct != 2:
         if profile.num_distinct < 2:
-            found = f"one value only, {profile.values[0]!r}" if profile.values else "no value"
+            contents = f"one value only, {profile.values[0]!r}" if profile.values else "no value"
         else:
             values = ", ".join(map(repr, profile.values[:5]))
-            found = f"{profile.num_distinct:,} distinct values ({values}{', ...' if profile.num_distinct > 5 else ''})"
-        raise InputError(f"label {name!r} has {found}; expected two, such as 0 and 1; {shown}")
+            contents = (
+                f"{profile.num_distinct:,} distinct values ({values}{', ...' if profile.num_distinct > 5 else ''})"
+            )
+        raise InputError(f"label {name!r} has {contents}; expected two, such as 0 and 1; {shown}")
     drops_missing = profile.num_missing > 0
     if profile.is_number:
         above = None if (profile.least, profile.most) == (0.0, 1.0) else profile.least
@@ -361,7 +365,8 @@ def parts_of_time(profile: ColumnProfile) -> dict[str, str]:
 
 
 def _needs_declared_kind(profile: ColumnProfile) -> bool:
-    """Return whether ids are whole numbers in a column of floats, which a source refuses unless it is declared."""
+    """Return whether the ids are whole numbers in a column of floats, which a source refuses unless their kind is
+    declared."""
     return profile.is_typed and profile.is_float
 
 

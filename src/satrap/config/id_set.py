@@ -30,7 +30,7 @@ class IdSet(InText):
     __slots__ = ("_checksum", "_ids", "_num")
 
     def __init__(self, num: int, checksum: str, ids: NDArray[np.uint64] | None) -> None:
-        """checksum: that of `of`. ids: in rising order; None: not known."""
+        """checksum: as `of` computes it. ids: in rising order; None: not known."""
         self._num, self._checksum, self._ids = num, checksum, ids
         if ids is not None:
             ids.flags.writeable = False

@@ -111,8 +111,8 @@ class BatchAssembler:
         return (left + round_up) // size + (self.epochs - position.epoch - 1) * ((most + round_up) // size)
 
     def _num_consumed(self, rows: list[int], portion: float) -> int:
-        """Return how many samples of the epoch this trainer has consumed, or how many items where each is a batch;
-        about as many if the samples are a portion of the rows."""
+        """Return how many samples of the epoch this trainer has consumed. If the items are whole batches, return how
+        many items; if only a portion of the rows is read, the number is approximate."""
         position = self.position
         if self.batch_size is None:
             if position.batch > rows[0]:

@@ -23,7 +23,7 @@ class RawChunk(Protocol):
         """Return the number of rows. Decoding may leave out some of them."""
 
     def slice(self, begin: int, end: int) -> Self:
-        """Return some of the rows."""
+        """Return the rows from `begin` to before `end`."""
 
     def decode(self) -> "Chunk":
         """Return the samples of the rows."""

@@ -24,7 +24,7 @@ from satrap.data.whole_numbers import Wrong, is_whole_decimal, whole_decimals, w
 from satrap.errors import SourceError
 
 Bag = tuple[NDArray[np.uint64], NDArray[np.int64] | None, NDArray[np.float32] | None]
-"""The ids of a feature; where those of each sample begin and the last end, or None: each has one; a weight for each."""
+"""The ids of a feature; where the ids of each sample begin, and the last end (None: one id each); the weights."""
 _FlatIds = tuple[NDArray[np.uint64], NDArray[np.bool_] | None, Wrong | None]
 _SECONDS = {"days": 86400, "hours": 3600, "seconds": 1}
 _EPOCH_WEEKDAY = 3  # 1 January 1970 was a Thursday

@@ -84,7 +84,7 @@ def _roles(columns: Columns) -> dict[str, str]:
 def _parse(file: File, chunk: TextChunk, schema: Any, roles: Mapping[str, str]) -> Any:
     """Return the rows of some lines as a table; None if there are none.
 
-    schema: None: inferred. roles: those of the columns. If the lines do not fit the schema, ids may be beyond int64,
+    schema: None: inferred. roles: of the columns. If the lines do not fit the schema, ids may be beyond int64,
     and a column of "any" values has the type that these lines hold.
     """
     arrow = pyarrow_for("reading JSON")

@@ -28,9 +28,9 @@ class Reuse:
     shares: tuple[float, ...]
     """For each of `LAGS`, the share of a batch's distinct ids that occurred in so many batches before it."""
     hot: tuple[float, ...]
-    """The same of the ids in at least 1 % of the samples; NaN if there are none."""
+    """`shares` of the ids that are in at least 1 % of the samples; NaN if there are no such ids."""
     cold: tuple[float, ...]
-    """The same of all other ids."""
+    """`shares` of all other ids."""
 
 
 def measure_reuse(batches: Iterable[Inputs]) -> list[Reuse]:

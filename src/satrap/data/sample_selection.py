@@ -58,7 +58,8 @@ class Selection:
     def mask(
         self, chunk: Chunk, place: tuple[int, int], numbers: Callable[[Chunk], NDArray[np.uint64]]
     ) -> NDArray[np.bool_]:
-        """Return which samples of a chunk are selected. numbers: returns those of its samples at the place."""
+        """Return which samples of a chunk are selected. place, numbers: decide together with the seed which samples are
+        in the share; `numbers` returns the number of each sample at the place."""
         selected = np.ones(len(chunk), np.bool_)
         if self.share is not None:
             low, high = self.share
@@ -82,7 +83,7 @@ class _SelectedChunk:
     begin: int
     """The number of the first row in the whole chunk."""
     is_numbered: bool
-    """That of the block."""
+    """Whether the samples have numbers in the block."""
 
     def count_rows(self) -> int:
         return self.raw.count_rows()
@@ -98,7 +99,8 @@ class _SelectedChunk:
         return replace(chunk, samples=taken, ready_batch=None, extra=extra, begin=0, end=end, rows=None)
 
     def _numbers(self, chunk: Chunk) -> NDArray[np.uint64]:
-        """Return a number for each sample, which depends on no other setting than those that the place depends on."""
+        """Return a number for each sample at the place. It depends on no setting that does not change the place, too,
+        so sources that differ in other settings select the same samples."""
         if chunk.rows is None:
             return np.arange(self.begin, self.begin + len(chunk), dtype=np.uint64)
         rows = chunk.rows()[chunk.begin : chunk.stop].astype(np.uint64, copy=False)

@@ -179,7 +179,7 @@ def _fields(data: bytes, number: int) -> Iterator[bytes]:
 
 
 def _messages(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield the fields of a message: their numbers and bytes; those of a varint are the varint."""
+    """Yield the number and the bytes of each field of a message. The bytes of an integer are its varint."""
     at = 0
     while at < len(data):
         tag, at = _varint(data, at)

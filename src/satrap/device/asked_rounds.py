@@ -1,5 +1,5 @@
-"""What the lookups of several trainers asked for of the rows here, for the updates of the same batches: these need
-neither ids nor an order again."""
+"""Keeps which rows here the lookups of all trainers have asked for, until the updates of the same batches use them:
+such an update neither sends its ids nor sorts them again."""
 
 import threading
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ class AskedRows:
 class AskedRounds:
     """What the lookups whose updates are still to come have asked for, by the number of their round.
 
-    All trainers find the same, although each has a thread for lookups and one for updates: an update waits until its
-    lookup is kept, which may come later where a trainer only answers the others, and what is found depends on the
-    updates before it alone."""
+    An update finds its round on all trainers or on none, although each has a thread for lookups and one for updates: it
+    waits until the lookup is kept, which may take longer at a trainer that only answers the others, and then only
+    the updates before it decide."""
 
     def __init__(self) -> None:
         self.are_used = True
@@ -42,8 +42,9 @@ class AskedRounds:
             self._changed.notify_all()
 
     def of(self, numbers: Sequence[int], ranks: tuple[int, ...]) -> AskedRows | None:
-        """Return what the one round has asked for, if these trainers had a batch in it, and no other. numbers: of the
-        rounds, each once; -1: some ids were not looked up together."""
+        """Return what the lookups of an update's batches have asked for; None unless they were one round, in which
+        exactly these trainers had a batch. numbers: of the rounds, each once; -1: a trainer's ids were not looked up
+        together."""
         number = numbers[0] if len(numbers) == 1 else -1
         with self._changed:
             self._changed.wait_for(lambda: self._last_kept >= number or self._error is not None)
@@ -61,7 +62,7 @@ class AskedRounds:
             self._by_number = {number: asked for number, asked in self._by_number.items() if asked.step > step}
 
     def fail(self, error: Exception) -> None:
-        """Let an update raise this error that waits for a lookup, which has failed."""
+        """Let updates that wait for a lookup raise its error: it has failed, so it is never kept."""
         with self._changed:
             self._error = error
             self._changed.notify_all()

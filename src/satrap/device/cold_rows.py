@@ -22,21 +22,22 @@ class ColdRows:
 
     memory: RowMemory
     lines: Tensor
-    """int32 [runs]: the number of each one's copy; -1: its row is in a frame, or of another memory."""
+    """int32 [runs]: the line of each run's row among the copies; -1: the row is in a frame, or of another memory."""
     slots: Tensor
-    """int32 [runs]: its slot at home; 0 without a line."""
+    """int32 [runs]: the slot of each run's row at home; 0 for a run without a line."""
 
     @classmethod
     def of(cls, memory: RowMemory, places: Tensor, are_among: Tensor) -> "ColdRows":
-        """places: of each run's row, int32. are_among: whether it is in this memory; there, a negative place is a slot
-        at home."""
+        """Choose the runs whose rows are at home. places: the place of each run's row, int32. are_among: whether the
+        row is of this memory; if it is, a negative place is a slot at home."""
         is_cold = are_among & (places < 0)
         lines = torch.where(is_cold, is_cold.cumsum(0) - 1, -1)
         return cls(memory, lines.int(), torch.where(is_cold, places & 0x7FFFFFFF, 0))
 
     @classmethod
     def of_all(cls, memories: Sequence[RowMemory], rows: Tensor, numbers: RowNumbers) -> "dict[int, ColdRows]":
-        """Return those of each memory that has rows at home. rows: the number of each run's row."""
+        """Return the rows at home for each memory that has some, by the number of the memory. rows: the number of each
+        run's row."""
         if not numbers.has_home:
             return {}
         tables = numbers.tables_of(rows)
@@ -48,14 +49,15 @@ class ColdRows:
         }
 
     def read(self, *, with_state: bool) -> RowMemory:
-        """Copy the rows to the device; without their states, which then are any."""
+        """Return copies of the rows on the device. with_state: whether to copy the optimizer states too; if not, the
+        states of the copies have no meaning."""
         assert self.memory.home is not None
         copies = self.memory.staging(min(len(self.lines), len(self.memory.home)))
         self._exchange(copies.values, copies.state if with_state else copies.state[:, :0], IN)
         return copies
 
     def write(self, copies: RowMemory) -> None:
-        """Copy the rows back home."""
+        """Write the copies that `read` returned to the slots at home."""
         self._exchange(copies.values, copies.state, OUT)
 
     def _exchange(self, values: Tensor, state: Tensor, direction: int) -> None:
@@ -65,6 +67,7 @@ class ColdRows:
 
 
 def places_read(places: Tensor, runs: RowRuns, cold: Sequence[ColdRows]) -> Tensor:
-    """Return what kernels of a lookup take for the places of ids: -2 - n reads line n of the copies, and so on."""
+    """Return the places of ids in the form that kernels of a lookup take. A row at home has -2 - n, where n is its line
+    among the copies."""
     lines = torch.stack([rows.lines for rows in cold]).amax(0)  # a run is of one memory
     return torch.where(places < -1, -2 - lines[runs.of_entries()], places)

@@ -204,18 +204,18 @@ class CollectiveUpdates:
     def _apply(self, step: int, part: UpdatePart | None, own: NDArray[np.int64], headers: NDArray[np.int64]) -> None:
         sent, counts = own[:, self._counts], headers[:, self._counts]
         owned: OwnedRows = self._owned()
-        if (found := self._asked_by(headers)) is not None:
+        if (ids := self._asked_by(headers)) is not None:
             number = self._exchange.number()
         else:
             no_ids = [np.empty(0, np.uint64)] * len(own)
             received, number = self._exchange.ids(no_ids if part is None else part.ids, counts.sum(1).tolist())
-            found = owned.joined(received, counts)
+            ids = owned.joined(received, counts)
         with self._stream.running():
             sums = self._sums(part)
             of_groups = zip(sums, self._groups.counts(sent), self._groups.counts(counts), strict=True)
             with self._exchange.in_order(number):
                 gradients = [self._rows_between.gradients(group, *part) for group, part in enumerate(of_groups)]
-            owned.apply(found, gradients, step, *self._rates_and_bound(headers))
+            owned.apply(ids, gradients, step, *self._rates_and_bound(headers))
 
     def _sums(self, part: UpdatePart | None) -> Sequence[Tensor]:
         """Return the gradients that this trainer sends."""

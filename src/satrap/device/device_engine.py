@@ -87,8 +87,8 @@ class DeviceEngine:
         trainer: Trainer = ALONE,
         stream: DeviceStream | None = None,
     ) -> None:
-        """Create empty tables. seed and num_threads are those of `Store`, device_memory is that of `Embeddings`.
-        trainer: of several, which trainer this is. stream: where rows are read and changed; None: a new one."""
+        """Create empty tables. seed, num_threads: as in `Store`. device_memory: as in `Embeddings`. trainer: which of
+        several trainers this is. stream: the stream on which rows are read and changed; None: a new one."""
         self.tables, self.device, self._trainer = tables, device, trainer
         self.stream = new_stream(device) if stream is None else stream
         self._columns = [trainer.columns(table, state_dim(table)) for table in tables]

@@ -32,8 +32,8 @@ _ANY_LENGTH = 2**62
 
 
 SORTS_IDS = {"cuda": True, "cpu": False}
-"""Whether ids on a device of a type are sorted there. The core sorts those in CPU memory faster than torch does; tests
-turn it on."""
+"""For each type of device, whether ids that lie on it are sorted there. The core sorts ids in CPU memory faster than
+torch does; tests turn torch's sort on."""
 
 
 def alignment_of(*places: int) -> int:
@@ -90,7 +90,7 @@ class GroupedIds:
     inverse: Tensor
     """int64 [entries]: which unique id each entry has."""
     order: Tensor
-    """int64 [entries]: the entries, id by id, those of an id in order of appearance."""
+    """int64 [entries]: the entries, grouped by id; the entries of one id are in order of appearance."""
     begin: Tensor
     """int32 [unique ids]: where the entries of each begin in `order`."""
     end: Tensor
@@ -98,7 +98,8 @@ class GroupedIds:
 
     @classmethod
     def of(cls, values: Tensor, tables: Tensor, num_tables: int) -> Self:
-        """Sort ids, at least one. tables: the table of each."""
+        """Group ids, of which there is at least one. tables: the table of each id. Waits for the device, since the
+        number of unique ids decides the sizes."""
         order = torch.sort(values, stable=True).indices
         if num_tables > 1:
             order = order[torch.sort(tables[order], stable=True).indices]
@@ -171,17 +172,21 @@ class KeptIds:
     is_kept: Tensor
     """bool [ids]: which ids are not padding."""
     num_before: Tensor
-    """int64 [ids + 1]: how many of them come before each id."""
+    """int64 [ids + 1]: how many ids that are not padding come before each id."""
     before: Tensor
-    """int64 [bags + 1]: how many of them come before each bag."""
+    """int64 [bags + 1]: how many ids that are not padding come before each bag."""
     most: Tensor
-    """int64 [bags]: how many ids are looked up, at most."""
+    """int64 [bags]: how many ids of the bag are looked up, at most."""
     keeps_last: Tensor
-    """bool [bags]: whether the last ones are."""
+    """bool [bags]: whether a bag with more ids keeps its last ones, not its first ones."""
 
     @classmethod
     def of(cls, layout: "IdLayout", values: Tensor, bounds: Tensor, feature: Tensor, batch_size: int) -> Self:
-        """bounds: where each bag begins, and where the last ends; they may be wrong. feature: that of each id."""
+        """Count the ids that are not padding before each id and each bag.
+
+        bounds: where each bag begins, and where the last one ends. Wrong bounds are clamped: the caller checks them
+            later, together with other numbers, so that it waits for the device once.
+        feature: the number of each id's feature."""
         is_kept = ~(layout.has_padding[feature] & (values == layout.padding[feature]))
         num_before = torch.cat([bounds.new_zeros(1), is_kept.cumsum(0)])
         most, keeps_last = (
@@ -201,7 +206,8 @@ class KeptIds:
         return (self.lengths - self.most).clamp(min=0).view(num_features, len(self.most) // num_features).sum(1)
 
     def stays(self, bag: Tensor) -> Tensor:
-        """Return whether each id is looked up. bag: that of each id."""
+        """Return for each id whether it is looked up: whether it is neither padding nor cut off. bag: the number of
+        each id's bag."""
         first = torch.where(self.keeps_last, self.lengths - self.most, 0).clamp(min=0)
         at = self.num_before[:-1] - self.before[bag] - first[bag]  # its place among those that are not padding
         return self.is_kept & (at >= 0) & (at < self.most[bag])

@@ -136,8 +136,8 @@ class DeviceRows(Rows):
         return ids_of(inputs, self.id_layout, self.device)
 
     def resolve(self, request: BagRequest) -> BagRequest:
-        """Find the frames of the ids' rows, insert those that are new, and order the gradients of the update. A frame
-        that this takes from an evicted row was last used by calls that are on the device's queue already."""
+        """Find the frames of the ids' rows, insert the rows that are new, and order the gradients of the update. May
+        take a frame from an evicted row: all calls that use that row are on the device's queue already."""
         with self._engine.exclusive(self._counts(request)):
             resolved = self._find_frames(request)
         if isinstance(ticket := resolved["ticket"], _core.Ticket) and self._updates_whole_batches:
@@ -218,7 +218,8 @@ class DeviceRows(Rows):
         return {**resolved, "frames": frames[: resolved["num_ids"]], "moved": self._engine.moves.moved}
 
     def _find_sorted(self, request: BagRequest, ids: DeviceIds) -> dict[str, Any]:
-        """Return the same for ids that were sorted on the device: what has an entry for each id is there."""
+        """Return what `_find_frames` does, for ids that were sorted on the device. The core finds the frames of the
+        unique ids; arrays with an entry for each id (frames, offsets, weights) stay on the device."""
         core, grouped = self._engine.core, ids.grouped
         frames = np.empty(len(grouped.ids), np.int32)
         try:
@@ -258,7 +259,8 @@ class DeviceRows(Rows):
         return counts
 
     def _absent(self, resolved: dict[str, Any], memory: RowMemory) -> Tensor:
-        """Return the values of ids that have no frame: of their row at home, or those that it would begin with."""
+        """Return the values of ids that have no frame: of an id's row at home or, if it has no row, the initial values
+        that a row of this id would have."""
         rows = memory.staging(len(resolved["absent_ids"]))
         for number in np.intersect1d(resolved["absent_tables"], memory.tables).tolist():
             of_table, has_row = resolved["absent_tables"] == number, resolved["absent_places"] != -1

@@ -26,8 +26,8 @@ def device_worker(
     num_threads: int | None = None,
     device_memory: DeviceMemory = None,
 ) -> Worker:
-    """Return a worker that owns the tables of its features, empty ones, on a device. seed and num_threads are those of
-    `Store`, device_memory is that of `Embeddings`."""
+    """Return a worker that owns the tables of its features, empty ones, on a device. seed, num_threads: as in `Store`.
+    device_memory: as in `Embeddings`."""
     require_features(features)
     resolved = resolve_device(device)
     require_possible(features.tables, resolved)

@@ -22,15 +22,16 @@ from satrap.errors import InputError
 from satrap.worker.rows import BagRequest, UpdateRequest, id_features
 
 Check = Callable[[Any, Any, Any, int], object]
-"""Lets the core raise its error about the ids, offsets and weights of a batch, and the number of samples."""
+"""A function that takes the ids, offsets and weights of a batch and its number of samples, and raises the core's error
+if the core refuses them."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class DirectTicket(DeviceTicket):
-    """A lookup, and what its update needs, which depends on ids alone."""
+    """The ticket of a lookup, with the part of its update that depends on ids alone."""
 
     layout: IdLayout
-    """That of the ids."""
+    """What is declared about the ids."""
     runs: RowRuns
     places: Tensor
     """int32 [ids], in the order of the runs: where each gradient of the whole batch begins."""
@@ -42,7 +43,7 @@ class DirectBatches:
     """Places the ids of batches, and sorts them."""
 
     def __init__(self, features: Features, layout: IdLayout, numbers: Numbers, device: torch.device) -> None:
-        """layout: of the features. numbers: of the rows."""
+        """layout: what is declared about the ids of the features. numbers: the numbers of the tables' rows."""
         self._features, self._layout, self._numbers, self._device = features, layout, numbers, device
         self._id_features = id_features(features)
         self._id_layout = IdLayout(self._id_features, device)
@@ -61,12 +62,13 @@ class DirectBatches:
             self._num_cut = self._num_cut + ids.cut
 
     def place(self, inputs: Inputs) -> Inputs | IdEntries:
-        """Return the ids of a batch on the device; if a part is unusual, the batch in CPU memory, to be checked."""
+        """Return the ids of a batch on the device. If a part has an unexpected dtype or size, return the batch in CPU
+        memory, where the core checks it."""
         ids = DirectIds.of(self._layout, self._numbers, inputs, self._device)
         return copied_to_cpu(inputs) if ids is None else ids
 
     def place_arrays(self, request: BagRequest, check: Check) -> DirectIds:
-        """Place ids by table; and those of which a part was unusual, once the core has accepted them."""
+        """Place ids by table, or a batch that `place` left in CPU memory, which the core checks first."""
         if not request.of_tables:
             check(request.values, request.offsets, request.weights, request.batch_size)
         inputs = Inputs(
@@ -91,7 +93,8 @@ class DirectBatches:
         return layout
 
     def ticket(self, ids: DirectIds, bags: Any, layout: IdLayout) -> DirectTicket:
-        """Return a ticket, with what the update of the whole batch needs. layout: that of the ids."""
+        """Return the ticket of a lookup. Sorts the ids already, and orders the gradients for an update of the whole
+        batch, so that the update need not. layout: what is declared about the ids."""
         runs = RowRuns.of(ids.rows, self._numbers)
         ticket = DirectTicket(ids, bags, layout=layout, runs=runs, places=runs.order, factors=None)
         places, factors = self._whole_batch(ticket)
@@ -110,7 +113,7 @@ class DirectBatches:
         return places, factors
 
     def gradients(self, tickets: Sequence[Any], given: Sequence[Given]) -> tuple[RowRuns, Tensor, Tensor | None]:
-        """Return the runs of an update, and the places and factors of its gradients in their order."""
+        """Return the runs of an update, and the places and factors of its gradients in the order of the runs."""
         if is_whole_batch(tickets[0].layout.total_dim, given):
             return tickets[0].runs, tickets[0].places, tickets[0].factors
         parts: list[Any] = []

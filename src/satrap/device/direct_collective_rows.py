@@ -114,8 +114,8 @@ class DirectCollectiveRows(CollectiveRows):
             return batch.ticket.runs.rows[: counts.sum()].int(), counts
 
     def _counts(self, downloaded: tuple[Tensor, Mark]) -> NDArray[np.int64]:
-        """Return how many rows a batch has of each group at each owner, [trainers, groups]. Waits for the device,
-        unless it has sorted the ids."""
+        """Return how many rows a batch has of each group at each owner, [trainers, groups]. Waits until the device has
+        sorted the ids."""
         bounds, mark = downloaded
         mark.synchronize()
         return np.diff(bounds.numpy()).reshape(-1, len(self._groups.tables))
@@ -196,8 +196,8 @@ def collective_worker(
 ) -> Worker:
     """Return a worker over tables on the devices of all trainers, which call this together.
 
-    servers: those of all trainers. own: the tables of this trainer's server.
-    explain: returns the error to raise for one of an exchange between trainers."""
+    servers: the servers of all trainers. own: the tables of this trainer's server.
+    explain: returns the error to raise in place of one that an exchange between trainers raised."""
     require_tables(features, servers)
     rows = (DirectCollectiveRows if own.are_direct else CollectiveRows)(
         features, servers, own.rows, own.stream, num_threads=num_threads, staleness=staleness, explain=explain

@@ -3,8 +3,8 @@ have a row, when each was last used, and the counters. It is on the device, so a
 id, and none of its calls in a step waits.
 
 Every id has its frame from the start, with the initial values of its row. A row that no lookup has used is not saved,
-and `absent` decides what it reads as. Methods that have the name of one of the core's engine do the same. The caller
-excludes other calls, and runs on the stream of the rows.
+and `absent` decides what it reads as. A method that has the name of a method of the core's engine does what that one
+does. The caller excludes other calls, and runs on the stream of the rows.
 """
 
 from collections.abc import Iterator, Sequence
@@ -40,7 +40,7 @@ class DirectHeads:
 
     def _empty(self, rows: int) -> tuple[Tensor, Tensor]:
         stamps, changed = (torch.zeros(rows + 1, dtype=torch.int32, device=self._device) for _ in range(2))
-        return stamps, changed  # the last place takes what is of no row
+        return stamps, changed  # the last place takes what belongs to no row
 
     def open(self, memory: tuple[Tensor, Tensor]) -> None:
         """Use the memory that `allocate` returned, for rows that no lookup has used."""
@@ -86,8 +86,8 @@ class DirectHeads:
         self._counters[3] += _by_table(runs, is_updated)
 
     def places(self, places: Tensor, rows: Tensor) -> Tensor:
-        """Return the places that a lookup without training reads: -1 where `absent` says zeros. places, rows: int32, of
-        each id."""
+        """Return the places that a lookup without training reads: -1 for a row that no lookup has used, if `absent` of
+        its table is "zeros". places, rows: the place and the number of each id's row, int32."""
         if not self._reads_zeros:
             return places
         at = torch.where(rows >= 0, rows.long(), self._numbers.total)
@@ -95,7 +95,8 @@ class DirectHeads:
         return torch.where(reads_zeros, -1, places)
 
     def _touch(self, at: Tensor, rows: Tensor, step: int) -> None:
-        """Stamp and mark rows. at: their numbers, or that of no row."""
+        """Stamp rows, and mark them as changed. rows: the number of each run's row. at: the same, with the number of
+        all rows in place of a row that stays as it is."""
         stamps = self._stamps[at]
         if self._core.latest_step <= _LARGEST_SIGNED:
             self._stamps[at] = stamps.clamp(min=step)
@@ -144,15 +145,16 @@ class DirectHeads:
         return {"id": np.concatenate(ids), "step": np.concatenate(steps), "frame": np.concatenate(frames)}
 
     def export_cut(self, table: int, first: int, last: int, since: int) -> dict[str, Any]:
-        """Return the same with what the core adds for a cut: how many rows lookups have used, and that none was
-        removed."""
+        """Return what `export_rows` does, with what the core adds for a cut: how many rows lookups have used, and the
+        removed ids, of which there are none."""
         columns: dict[str, Any] = self._core.export_cut(table, first, last, since)
         used = [torch.count_nonzero(self._changed[rows]) for _, rows in self._buckets(table, first, last)]
         alive = int(torch.stack(used).sum()) if used else 0
         return columns | self.export_rows(table, first, last, since) | {"alive": alive}
 
     def _buckets(self, table: int, first: int, last: int) -> Iterator[tuple[int, slice]]:
-        """Yield for each of some buckets the remainder of its ids by the number of buckets, and its rows."""
+        """Yield for each bucket, from `first` to before `last`, the remainder that its ids have by the number of
+        buckets, and the numbers of its rows."""
         num_buckets = self._tables[table].resolved_num_buckets
         for remainder in remainders_of(np.arange(first, last, dtype=np.uint64), num_buckets).tolist():
             if self.is_open:
@@ -203,7 +205,7 @@ class DirectHeads:
 
 
 def _by_table(runs: RowRuns, amounts: Tensor) -> Tensor:
-    """Return for each table the sum over its runs."""
+    """Return for each table the sum of the amounts of its runs."""
     sums = torch.cat([runs.bounds.new_zeros(1), amounts.cumsum(0)])[runs.bounds]
     return sums[1:] - sums[:-1]
 

@@ -29,26 +29,29 @@ MOST_ROWS = 2**31 - 2
 """Rows of all tables: they are numbered in int32."""
 _IDS = (torch.int32, torch.int64, torch.uint64)
 _NOT_HERE = -(2**62)
-_AT_HOME = 2**31  # below a slot, in a place
+_AT_HOME = 2**31  # slot s at home is place s - 2**31
 
 
 class Numbers(Protocol):
     """A numbering of the rows of some tables."""
 
     bounds: Tensor
-    """Where the rows of each part begin, a table or some of one owner, and where the last end, int64."""
+    """int64: where the rows of each part begin, and where the last part ends. A part is a table, or some tables of one
+    owner."""
     sizes: Tensor
     """The number of ids of each table, int64 [tables]."""
 
     def rows_of(self, tables: int | Tensor, ids: Tensor) -> Tensor:
-        """Return the number of each id's row, int64; -1: it is not here. tables: that of all ids, or of each."""
+        """Return the number of each id's row, int64; -1: the row is not here. tables: one table for all ids, or the
+        table of each id."""
 
 
 class RowNumbers(Numbers):
-    """The numbers of the rows that are here of some tables, table after table and in the order of their ids.
+    """Numbers the rows of some tables that are in this process: table after table, in the order of their ids.
 
-    Of some buckets, the ids that are here have some remainders by the number of buckets. So the first ids of a table,
-    often the hottest, are spread over all buckets, and over their owners; and they have the first numbers at each."""
+    A process with some buckets of a table has the ids with some remainders by the number of buckets. So the first ids
+    of a table, often the hottest, are spread over all buckets and their owners, and have the first numbers at each
+    owner."""
 
     def __init__(
         self,
@@ -60,9 +63,9 @@ class RowNumbers(Numbers):
         most_in_frames: Sequence[int | None] | None = None,
     ) -> None:
         """memories: for each memory, the tables whose rows it has.
-        buckets: for each table, those that are here; None: all rows of all tables are.
-        most_in_frames: for each table, how many rows have frames, those of its first ids; the others are at home. None:
-            all have."""
+        buckets: for each table, the buckets that are here; None: all of them.
+        most_in_frames: for each table, how many rows have frames: the rows of its first ids. None: all rows
+            have frames. The other rows are at home."""
         self._has_all = buckets is None
         divisors = [table.resolved_num_buckets for table in tables]
         self._remainders = [
@@ -75,8 +78,8 @@ class RowNumbers(Numbers):
         self.total = self.offsets[-1]
         first_remainders = [0, *accumulate(divisors)]
         self.by_remainder = np.stack([np.full(first_remainders[-1], _NOT_HERE), np.zeros(first_remainders[-1], int)])
-        """For each table and remainder the number of its first row, far below 0 if there is none here, and how far its
-        rows are apart."""
+        """int64 [2, remainders of all tables]: the number of the first row with a remainder (far below 0: no row with
+        it is here), and the distance from each of its rows to the next."""
         for first, begin, here in zip(first_remainders, self.offsets, self._remainders, strict=False):
             self.by_remainder[:, first + here] = begin + np.arange(len(here)), np.full(len(here), len(here))
         limits = [None] * len(tables) if most_in_frames is None else most_in_frames
@@ -99,7 +102,7 @@ class RowNumbers(Numbers):
         self.pools = torch.tensor(pools, device=device)
         """The memory of each table, int64 [tables]."""
         self.has_home = any(map(self.num_at_home, range(len(tables))))
-        """Whether some rows have no frame."""
+        """Whether some rows have no frame: they are at home."""
         self._are_frames = not self.has_home and self.first_frames == self.offsets[:-1]
         self.sizes = torch.tensor([table.num_rows or 0 for table in tables], device=device)
         self.by_table = torch.tensor([divisors, first_remainders[:-1]], device=device)
@@ -119,11 +122,13 @@ class RowNumbers(Numbers):
         return rows_by_remainder(self.by_table, self._on_device, tables, ids)
 
     def tables_of(self, rows: Tensor) -> Tensor:
-        """Return the table of each row; that of no row is any."""
+        """Return the table of each row. The number of all rows, which stands for no row, gets a table without
+        meaning."""
         return torch.bucketize(rows, self.bounds[1:], right=True).clamp(max=len(self.sizes) - 1)
 
     def ids_of(self, rows: Tensor) -> Tensor:
-        """Return the id of each row, int64; that of no row is any."""
+        """Return the id of each row, int64. The number of all rows, which stands for no row, gets an id without
+        meaning."""
         tables = self.tables_of(rows)
         numbers = rows - self.bounds[tables]
         if self._has_all:
@@ -136,8 +141,8 @@ class RowNumbers(Numbers):
         return self.num_here(table) - self.in_frames[table]
 
     def places_of(self, tables: int | Tensor, rows: Tensor) -> Tensor:
-        """Return the place of each row, int32: a frame, or a negative number for a slot at home. tables: that of all
-        rows, or of each."""
+        """Return the place of each row, int32: a frame, or a negative number for a slot at home. tables: one table
+        for all rows, or the table of each row."""
         if self._are_frames:
             return rows.int()
         begin, in_frames, first_frame, first_slot = self._places[:, tables].unbind()
@@ -148,16 +153,16 @@ class RowNumbers(Numbers):
         return torch.where(number < in_frames, number + first_frame, at_home).int()
 
     def places(self, rows: Tensor) -> Tensor:
-        """Return the place of each row, as `places_of`."""
+        """Return the place of each row, as `places_of` does. Finds the tables of the rows itself, if it needs them."""
         return rows.int() if self._are_frames else self.places_of(self.tables_of(rows), rows)
 
     def shift(self, table: int) -> int:
-        """Return what to add to the number of a table's row for its frame."""
+        """Return how far the frame of a row is from its number: as far for all rows of a table that have frames."""
         return self.first_frames[table] - self.offsets[table]
 
     def of_bucket(self, table: int, remainder: int) -> slice:
-        """Return the rows of the bucket whose ids have this remainder, in the order of their ids; none, if they are not
-        here."""
+        """Return the numbers of one bucket's rows, in the order of their ids; no numbers if the bucket is not here.
+        remainder: the one that the ids of the bucket have by the number of buckets."""
         (begin, end), here = self.offsets[table : table + 2], self._remainders[table]
         at = int(np.searchsorted(here, remainder))
         is_here = at < len(here) and here[at] == remainder
@@ -166,7 +171,8 @@ class RowNumbers(Numbers):
 
 def rows_by_remainder(by_table: Tensor, by_remainder: Tensor, tables: int | Tensor, ids: Tensor) -> Tensor:
     """Return the number of each id's row, or -1. by_table: for each table its number of buckets, and where its
-    remainders begin. by_remainder: for each the number of its first row, and how far its rows are apart."""
+    remainders begin in `by_remainder`. by_remainder: for each remainder the number of its first row, and the distance
+    from each of its rows to the next."""
     divisor, first = by_table[:, tables].unbind()
     begin, step = by_remainder[:, first + ids % divisor].unbind()
     return (begin + ids // divisor * step).clamp(min=-1)
@@ -193,12 +199,12 @@ _REVERSED = np.packbits(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], a
 
 
 class OwnerNumbers(Numbers):
-    """The numbers of the rows of all trainers, which travel between them in place of tables and ids, for tables that
-    they divide by rows: trainer after trainer, and at each in the order of its `RowNumbers`. So ids that are sorted by
-    these numbers are sorted by owner, and for an owner by group, table and row."""
+    """Numbers the rows of all trainers, for tables that they divide by rows: trainer after trainer, and for each
+    trainer in the order of its `RowNumbers`. The numbers travel between trainers in place of tables and ids. Ids that
+    are sorted by them are sorted by owner, and for an owner by group, table and row."""
 
     def __init__(self, tables: Sequence[Table], groups: TableGroups, world_size: int, device: torch.device) -> None:
-        """groups: of neighbours. A part of `bounds` is a group at an owner."""
+        """groups: groups of neighbouring tables. Each part of `bounds` is one group at one owner."""
         owners = [
             RowNumbers(tables, [], device, buckets=owned_buckets(tables, Trainer(rank, world_size)))
             for rank in range(world_size)
@@ -224,16 +230,18 @@ class OwnerNumbers(Numbers):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowRuns:
-    """Entries row by row. There are as many runs as entries, since only the device knows how many are not empty."""
+    """The entries of a batch, sorted by row: a run is the entries of one row. There are as many runs as entries, since
+    only the device knows how many are not empty; the empty ones come last."""
 
     rows: Tensor
-    """int64 [entries]: the number of each run's row, rising; behind the last run the number of all rows."""
+    """int64 [entries]: the number of each run's row, rising; for an empty run the number of all rows."""
     begin: Tensor
     """int32 [entries]: where each run begins in `order`."""
     end: Tensor
     """int32 [entries]."""
     order: Tensor
-    """int64 [entries]: the entries, row by row, those of a row in order of appearance; first those without a row."""
+    """int64 [entries]: first the entries without a row, then the others row by row, in order of appearance within a
+    row."""
     bounds: Tensor
     """int64: where the runs of each part of `Numbers.bounds` begin, and where the last end."""
 
@@ -241,18 +249,18 @@ class RowRuns:
     def of(cls, rows: Tensor, numbers: Numbers) -> Self:
         """Sort entries. rows: int32, the number of each entry's row; -1: it has none."""
         n = len(rows)
-        found, order = torch.sort(rows, stable=True)
-        is_first = found >= 0
-        is_first[1:] &= found[1:] != found[:-1]
+        in_order, order = torch.sort(rows, stable=True)
+        is_first = in_order >= 0
+        is_first[1:] &= in_order[1:] != in_order[:-1]
         run = torch.where(is_first, is_first.cumsum(0) - 1, n + 1)  # the last place takes what begins no run
         starts = torch.full((n + 2,), n, device=rows.device)
         starts.scatter_(0, run, torch.arange(n, device=rows.device))
-        by_run = torch.cat([found.long(), numbers.bounds[-1:]])[starts[:n]]
+        by_run = torch.cat([in_order.long(), numbers.bounds[-1:]])[starts[:n]]
         bounds = torch.searchsorted(by_run, numbers.bounds)
         return cls(by_run, starts[:n].int(), starts[1 : n + 1].int(), order, bounds)
 
     def of_entries(self) -> Tensor:
-        """Return the run of each entry, int64; that of an entry without a row is any."""
+        """Return the run of each entry, int64. An entry without a row gets a run without meaning."""
         n = len(self.order)
         is_first = self.order.new_zeros(n + 1).scatter_(0, self.begin.long(), 1)  # the last place takes empty runs
         runs = (is_first[:n].cumsum(0) - 1).clamp(min=0)
@@ -261,7 +269,8 @@ class RowRuns:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DirectIds(IdEntries):
-    """The ids of one batch, on a device. Padding and what sequences cut off is behind the last bag, without a row."""
+    """The ids of one batch, on a device. Padding, and the ids that sequences cut off, lie behind the last bag and have
+    no row."""
 
     values: Tensor
     """int64, as bit patterns: feature after feature, and sample after sample."""
@@ -273,7 +282,7 @@ class DirectIds(IdEntries):
     rows: Tensor
     """int32 [ids]: the number of each id's row; -1: it has none."""
     tables: Tensor
-    """int64 [ids]: the table of each id; of one without a row any."""
+    """int64 [ids]: the table of each id; without meaning for an id that has no row."""
     cut: Tensor
     """int64 [sequences]: the number of ids beyond the max_length of each."""
     verdict: tuple[Tensor, Mark]
@@ -343,7 +352,7 @@ class DirectIds(IdEntries):
 
     @property
     def is_refused(self) -> bool:
-        """Whether the core refuses the batch. Waits for the device, unless it has placed the ids."""
+        """Whether the core refuses the batch. Waits until the device has placed the ids."""
         self.verdict[1].synchronize()
         return bool(self.verdict[0][0])
 
@@ -363,7 +372,8 @@ class DirectIds(IdEntries):
 
 
 def _moved(entries: Tensor, place: Tensor) -> Tensor:
-    """Return the entries at their places, zeros elsewhere. place: the number of entries for one that is left out."""
+    """Return the entries at their places, with zeros elsewhere. place: of each entry; the number of entries if the
+    entry is left out."""
     return entries.new_zeros(len(entries) + 1).scatter_(0, place, entries)[:-1]
 
 

@@ -26,16 +26,17 @@ from satrap.errors import InputError
 
 
 def are_owned_direct(features: Features) -> bool:
-    """Return whether `DirectOwnedRows` can have the rows: `DirectEngine` can, and each has one owner. Trainers that
-    have the same rows count those that they own, which the core does."""
+    """Return whether `DirectOwnedRows` can have the rows: `DirectEngine` can, and each row is at one trainer. Where
+    several trainers have a row, only its owner counts it, and only the core knows owners."""
     return are_direct(features) and all(kind_of(table) == "rows" for table in features.tables)
 
 
 class DirectOwnedRows(DeviceRows):
     """The rows that this trainer has of each table with `num_rows`.
 
-    rows: numbers of rows here, int64, which trainer after trainer sent, and each group after group of tables.
-    counts: how many each sent of each group, [trainers, groups]."""
+    Its methods take what all trainers sent.
+    rows: the numbers of rows here, int64: trainer after trainer, and for each trainer group after group of tables.
+    counts: how many numbers each trainer sent of each group, [trainers, groups]."""
 
     _engine: DirectEngine
 
@@ -50,8 +51,9 @@ class DirectOwnedRows(DeviceRows):
     def look_up_rows(
         self, rows: Tensor, runs: RowRuns, counts: NDArray[np.int64], steps: Mapping[int, Sequence[int]], oldest: int
     ) -> list[Tensor]:
-        """Return the rows in training: for each group its lines, as they are stored. runs: of all rows. steps: the
-        trainers whose lookup is of a step, for each step. oldest: the oldest open step."""
+        """Look up rows in training. Return for each group the values of its lines, in the dtype of its tables. runs:
+        the runs of all rows. steps: for each step the trainers that look rows up for it. oldest: the oldest open
+        step."""
         with self._engine.exclusive(self._engine.no_counts):
             parts = rows.split(counts.sum(1).tolist())
             for step, ranks in sorted(steps.items()):
@@ -140,5 +142,5 @@ class DirectOwnedRows(DeviceRows):
 
 
 def _chosen(values: Tensor, lines: Tensor, others: Tensor) -> Tensor:
-    """Return these lines of some values; others, where the line is negative."""
+    """Return the values of these lines, with `others` where a line is negative."""
     return torch.where((lines >= 0)[:, None], values[lines.clamp(min=0)], others) if len(values) else others

@@ -32,7 +32,7 @@ class DirectLookups(CollectiveLookups):
     """The lookups of all trainers. What a trainer sends are numbers of rows, int32 on the device, owner by owner."""
 
     def __init__(self, exchange: Exchange, groups: TableGroups, base: int, *given: Any) -> None:
-        """base: the number of this trainer's first row among those of all. given: the other arguments of
+        """base: the number of this trainer's first row in `OwnerNumbers`. given: the other arguments of
         `CollectiveLookups`."""
         super().__init__(exchange, groups, *given)
         self._by_group, self._base = GroupExchange(exchange), base
@@ -59,7 +59,7 @@ class DirectUpdates(CollectiveUpdates):
     """The updates of all trainers."""
 
     def __init__(self, exchange: Exchange, groups: TableGroups, base: int, *given: Any) -> None:
-        """base: the number of this trainer's first row among those of all. given: the other arguments of
+        """base: the number of this trainer's first row in `OwnerNumbers`. given: the other arguments of
         `CollectiveUpdates`."""
         super().__init__(exchange, groups, *given)
         self._by_group, self._base = GroupExchange(exchange), base

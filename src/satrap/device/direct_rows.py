@@ -39,7 +39,7 @@ from satrap.device.torch_device import initialise_of
 from satrap.table.engine import Slot, slots_of
 from satrap.worker.rows import BagRequest, Ids, UpdateRequest, empty_by_table, id_request
 
-_NUMBERS_AT_ONCE = 1 << 22  # that one call initialises, which bounds its memory
+_NUMBERS_AT_ONCE = 1 << 22  # most floats that one call initialises: it bounds the memory of the call
 _NO_IDS = np.empty(0, np.uint64)
 _ADVICE = (
     "A table with num_rows has memory for all of its rows: give {} device_memory, or leave num_rows out if few of the "
@@ -61,10 +61,10 @@ def are_direct(features: Features) -> bool:
 
 
 def _frozen_bounds(tables: Sequence[Table], first_ids: Sequence[int]) -> NDArray[np.int64]:
-    """Return where each run of frozen ids begins and ends: an id is frozen if an odd number of these is at most as
-    large.
+    """Return where each range of frozen ids begins and ends, in rising order: an id is frozen if an odd number of these
+    bounds are not above it.
 
-    first_ids: what is added to the ids of each table, so that those of all tables follow each other."""
+    first_ids: what is added to the ids of each table, so that the ids of all tables follow one another."""
     bounds = []
     for table, first in zip(tables, first_ids, strict=True):
         frozen, size = table.frozen_ids, table.num_rows or 0
@@ -90,14 +90,14 @@ class DirectEngine(DeviceEngine):
             self.numbers = RowNumbers(tables, memories, device, buckets=buckets, most_in_frames=most)
             self.directory = self.heads = DirectHeads(tables, self.core, self.numbers, device)
             self.row_keys = torch.tensor([initial.key for initial in self._initial], device=device)
-            """From which the random draws of rows are made, by table."""
+            """The key of each table, from which its rows draw their random numbers."""
             first_ids = [0, *accumulate(table.num_rows or 0 for table in tables[:-1])]
             bounds = _frozen_bounds(tables, first_ids)
             self._frozen = torch.from_numpy(bounds).to(device) if (bounds[1::2] > bounds[::2]).any() else None
             self._first_ids = torch.tensor(first_ids, device=device)
         self.no_counts = np.zeros(len(tables), np.int64)
-        """How many rows of each table a call may insert: all are there. That a call has counts makes the engine
-        allocate the rows."""
+        """How many rows a call may insert into each table: none, since all rows exist from the start. A call passes
+        these counts so that the engine allocates the rows before the first use."""
 
     def slots(self, seed: int) -> list[Slot]:
         return slots_of(self.core, self.tables, seed, self, _HeadsOfEngine(self))
@@ -152,7 +152,7 @@ class DirectEngine(DeviceEngine):
             yield from ((begin, min(begin + size, stop)) for begin in range(start, stop, size))
 
     def restart(self, table: int, begin: int, end: int) -> None:
-        """Write the initial values and states of some rows. begin, end: of their numbers."""
+        """Write the initial values and states of some rows. begin, end: the range of their numbers."""
         memory, rows = self.memory(table), torch.arange(begin, end, device=self.device)
         ids, initialise = self.numbers.ids_of(rows), initialise_of(self.device)
         if begin < self.numbers.offsets[table] + self.numbers.in_frames[table]:
@@ -166,7 +166,7 @@ class DirectEngine(DeviceEngine):
         cold.write(copies)
 
     def begin_lookup(self, step: int, oldest_open: int, *, train: bool, first_epoch: bool) -> dict[str, Any]:
-        """Let the core begin a lookup; return what it returns for one of no ids."""
+        """Let the core begin a lookup; return what it returns for a lookup without ids."""
         offsets, none = np.zeros(len(self.tables) + 1, np.int64), np.empty(0, np.int32)
         return self.core.lookup_id_frames(_NO_IDS, offsets, step, oldest_open, train, none, first_epoch)
 
@@ -176,8 +176,8 @@ class DirectEngine(DeviceEngine):
         self.core.update_id_frames(_NO_IDS, offsets, np.empty(0, np.int32), step, False)
 
     def runs(self, rows: RowRuns, places: Tensor, factors: Tensor | None, alignment: int) -> Runs:
-        """Return what the kernel of an update takes, but with the number of each run's row as its frame. places,
-        factors: in the order of the runs. alignment: of the places."""
+        """Return what the kernel of an update takes, but with the number of each run's row in place of its frame.
+        places, factors: in the order of the runs. alignment: every place is a multiple of it."""
         keys = None
         if any(table.dtype != "float32" for table in self.tables):
             row_keys = self.row_keys[self.numbers.tables_of(rows.rows)]
@@ -229,8 +229,8 @@ class DirectEngine(DeviceEngine):
         cold: ColdRows,
         in_frames: Tensor | None,
     ) -> Sequence[Owed]:
-        """Do the same with the rows at home, by copies on the device. in_frames: how many gradients of each run were
-        summed for rows in frames, if some may be skipped."""
+        """Do what `step` does with the rows at home: update copies on the device, and write them back. in_frames: how
+        many gradients of each run were summed for rows in frames; None: none may be skipped."""
         tables, how = group
         copies = cold.read(with_state=True)
         runs = replace(runs, frames=cold.lines, end=torch.where(cold.lines >= 0, runs.end, runs.begin))
@@ -240,11 +240,11 @@ class DirectEngine(DeviceEngine):
         return [partial(self.heads.note_update, rows, tables, how.step, summed)]
 
     def place_rows(self) -> None:
-        """Do what a call that ended early owes: there are no rows to place."""
+        """Do the work on the device that a call which ended early still owes. There are no rows to place."""
         self.owe(lambda: lambda: None)
 
     def stats(self, table: int) -> dict[str, int]:
-        """Return the counts of a table; its bytes include all rows, those that no lookup has used too."""
+        """Return the counts of a table. Its bytes include the rows that no lookup has used, since they have memory."""
         with self.exclusive():
             counts = super().stats(table)
             if self.heads.is_open:
@@ -302,7 +302,7 @@ class DirectRows(DeviceRows):
         in_order = [(number, ids[table.name]) for number, table in enumerate(self._tables) if table.name in ids]
         for number, of_table in in_order:
             self._engine.heads.require(number, of_table)
-        found, numbers = empty_by_table(self, ids, self._id_features), self._engine.numbers
+        by_table, numbers = empty_by_table(self, ids, self._id_features), self._engine.numbers
         request = id_request(self._id_features, ids, step, oldest_open)
         with self._engine.exclusive(self._engine.no_counts):
             resolved = self._engine.begin_lookup(step, oldest_open, train=True, first_epoch=True)
@@ -313,9 +313,9 @@ class DirectRows(DeviceRows):
             runs = RowRuns.of(torch.cat(rows).int(), numbers)
             self._engine.owe(lambda: partial(self._engine.heads.note_lookup, runs, step))
             resolved |= self._read_places(torch.cat(places), runs) | {"offsets": request.offsets, "weights": None}
-            self._gather(request, resolved, self.empty(1, 0), list(found.values()))
+            self._gather(request, resolved, self.empty(1, 0), list(by_table.values()))
             self._engine.moves.note_use()
-        return {name: found[name] for name in ids}
+        return {name: by_table[name] for name in ids}
 
     def id_ticket(self, ids: Mapping[str, Ids]) -> DirectTicket:
         request = id_request(self._id_features, ids, None, None)
@@ -357,13 +357,13 @@ class DirectRows(DeviceRows):
         return self._engine.no_counts
 
     def _find_frames(self, request: BagRequest) -> dict[str, Any]:
-        """Return what a lookup needs. Of one that trains, sort the ids, and stamp their rows."""
+        """Return what a lookup needs. For training, also sort the ids and stamp their rows."""
         ids, (_, bags) = request.values, self._asked(request)
         if not isinstance(ids, DirectIds):
             ids = self._batches.place_arrays(request, self._check_arrays(bags))
         step, oldest = request.step or 0, request.oldest_open or 0
         resolved = self._engine.begin_lookup(step, oldest, train=request.train, first_epoch=request.first_epoch)
-        if not request.of_tables:  # these cut nothing
+        if not request.of_tables:  # ids by table are not cut
             self._batches.count_cut(ids)
         needed = {**resolved, "offsets": ids.offsets, "weights": ids.weights, "moved": None, "ticket": None}
         places = torch.where(ids.rows >= 0, self._engine.numbers.places_of(ids.tables, ids.rows), -1)
@@ -375,7 +375,8 @@ class DirectRows(DeviceRows):
         return needed | self._read_places(places, ticket.runs) | {"ticket": ticket}
 
     def _read_places(self, places: Tensor, rows: RowRuns | Tensor) -> dict[str, Any]:
-        """Return what `_gather` takes for the places of ids. rows: the number of each one's row, or their runs."""
+        """Return the places of ids as `_gather` takes them. rows: the number of each id's row, or the runs of the
+        ids."""
         engine = self._engine
         if not engine.numbers.has_home:
             return {"frames": places}

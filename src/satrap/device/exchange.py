@@ -104,7 +104,7 @@ _SLICE = timedelta(seconds=SLICE_SECONDS)
 
 
 class LaunchOrder:
-    """The communicator between devices, and the order in which rounds use it: that in which trainer 0 numbers them.
+    """The communicator between devices, and the order in which rounds use it: by the numbers that trainer 0 gives them.
 
     Trainer 0 sends the number of a round with its ids. It numbers a lookup when it has applied the updates that this
     lookup needs, so these have lower numbers, and no round waits for one with a higher number."""
@@ -132,7 +132,8 @@ class LaunchOrder:
 
     @contextmanager
     def in_order(self, number: int) -> Iterator[None]:
-        """Begin the block after those of all lower numbers."""
+        """Run the block once the blocks of all lower numbers have ended. If one of them has failed, raise its error:
+        this block would wait forever."""
         with self._changed:
             self._changed.wait_for(lambda: self._next == number or self.error is not None)
             if self.error is not None:
@@ -153,7 +154,7 @@ class Exchange:
     """Process groups of all trainers."""
 
     def __init__(self, launches: LaunchOrder) -> None:
-        """All trainers call this together, in the same order. launches: of all exchanges."""
+        """All trainers call this together, in the same order. launches: the order that all exchanges share."""
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self._host = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
         self.is_abandoned = False
@@ -172,7 +173,7 @@ class Exchange:
 
     def ids(self, parts: Sequence[NDArray[np.uint64]], counts: Sequence[int]) -> tuple[NDArray[np.uint64], int]:
         """Send part r to trainer r. Return what all sent to this one, in the order of the ranks, and the number of the
-        round for `in_order`. counts: of each."""
+        round for `in_order`. counts: how many ids each trainer sends to this one."""
         number = self._launches.number() if self.rank == 0 else 0
         head = np.array([number], np.uint64)
         sent = np.concatenate([array for part in parts for array in (head, part)])
@@ -189,14 +190,15 @@ class Exchange:
         return _from_first(self._launches.number, self._host, self._why_abandoned)
 
     def texts(self, own: str) -> list[str]:
-        """Send a text to all trainers, of which they get the first part; return each trainer's."""
+        """Send a text to all trainers; return each trainer's text. Only its first 2048 bytes are sent."""
         cut = own.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
         received = self.headers(np.tile(np.frombuffer(cut, np.int64), (self.world_size, 1)))
         return [line.tobytes().rstrip(b"\0").decode(errors="ignore") for line in received]
 
     @contextmanager
     def in_order(self, number: int) -> Iterator[None]:
-        """Send rows inside the block, in the order of the rounds of all exchanges."""
+        """Run the block, which sends rows, once all rounds with lower numbers have sent theirs, those of other
+        exchanges too."""
         with self._launches.in_order(number):
             yield
 
@@ -234,8 +236,8 @@ def _from_first(number: Callable[[], int], group: dist.ProcessGroup, why_not: Ca
 
 
 def _wait_in_slices(work: dist.Work, why_not: Callable[[], Exception | None]) -> None:
-    """Wait for an exchange between CPUs, until `why_not` returns an error. In slices: a thread that is inside torch
-    when the process exits would abort it."""
+    """Wait for an exchange between CPUs, until `why_not` returns an error. Waits in slices, because a thread that is
+    inside torch when the process exits would abort it."""
     while True:
         try:
             work.wait(_SLICE)
@@ -265,8 +267,8 @@ class RowExchange:
         self._bounds = [[dim * rank // world_size for rank in range(world_size + 1)] for _, dim in groups.layouts]
 
     def rows(self, group: int, rows: Tensor, asked: Sequence[int], own: Sequence[int]) -> Tensor:
-        """Return the rows of the own ids. rows: the rows here. asked: how many ids each trainer has sent here.
-        own: how many were sent to each."""
+        """Return the rows of this trainer's ids. rows: the rows here that trainers have asked for. asked: how many ids
+        each trainer has sent here. own: how many ids this trainer has sent to each."""
         kind = self._groups.kinds[group]
         if kind == "replicated":
             return rows
@@ -280,8 +282,8 @@ class RowExchange:
         return torch.cat([part.view(lines, width) for part, width in zip(parts, widths, strict=True)], 1)
 
     def gradients(self, group: int, sums: Tensor, own: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Return the gradients of the rows here, of all trainers. sums: for the own ids. own: how many were sent to
-        each trainer. received: how many each has sent here."""
+        """Return the gradients that all trainers have for the rows here. sums: the gradients of this trainer's ids.
+        own: how many ids this trainer has sent to each. received: how many each trainer has sent here."""
         kind = self._groups.kinds[group]
         if kind == "rows":
             return self._exchange.rows(sums, own, received)

@@ -23,13 +23,13 @@ class GroupExchange:
         self._exchange = exchange
 
     def numbers(self, sent: Tensor, own: NDArray[np.int64], asked: NDArray[np.int64]) -> Tensor:
-        """Send numbers of rows, int32; return what all sent to this one, int64. own: how many to each trainer of each
-        group, [trainers, groups]. asked: how many each sends here."""
+        """Send numbers of rows, int32; return the numbers that all trainers sent to this one, int64. own: how many this
+        trainer sends to each, by group, [trainers, groups]. asked: how many each trainer sends here."""
         return self._exchange.rows(sent[:, None], own.sum(1).tolist(), asked.sum(1).tolist())[:, 0].long()
 
     def lines(self, sent: Sequence[Tensor], own: NDArray[np.int64], received: NDArray[np.int64]) -> list[Tensor]:
-        """Send the lines of each group; return those of all trainers, in the order of the ranks. own, received: as in
-        `numbers`."""
+        """Send the lines of each group; return for each group the lines that all trainers sent to this one, in the
+        order of the ranks. own, received: how many lines, as own and asked in `numbers`."""
         if len(sent) == 1:
             return [self._exchange.rows(sent[0], own[:, 0].tolist(), received[:, 0].tolist())]
         sizes = np.array([lines.shape[1] * lines.dtype.itemsize for lines in sent])
@@ -55,7 +55,8 @@ def of_group(entries: Tensor, group: int, counts: NDArray[np.int64]) -> Tensor:
 
 
 def lines_of(entries: Tensor, counts: NDArray[np.int64]) -> Tensor:
-    """Return the line of each entry in its group, int64. entries: their positions among those of all groups."""
+    """Return the line of each entry within its group, int64. entries: positions in the order of an exchange: trainer
+    after trainer, group after group. counts: [trainers, groups]."""
     if counts.shape[1] == 1:
         return entries
     first_line, first = np.cumsum(counts, 0) - counts, np.cumsum(counts.ravel())

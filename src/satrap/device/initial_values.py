@@ -34,7 +34,7 @@ TAIL = (
      4.374664141464968e00, 2.938163982698783e00),
     (7.784695709041462e-03, 3.224671290700398e-01, 2.445134137142996e00, 3.754408661907416e00, 1.0),
 )  # fmt: skip
-"""The same in the tails."""
+"""The same approximation in the tails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class InitialValues:
     span: float
     """The second minus the first as float32."""
     start: float
-    """What each number of the state begins with, but those of Ftrl."""
+    """What each number of an optimizer's state begins with, except Ftrl's."""
     decay: float | None
     """Ftrl's beta / lr + l2: its state begins such that its closed form is the row's value; None: not Ftrl."""
     l1: float

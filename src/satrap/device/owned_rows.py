@@ -38,15 +38,15 @@ class FoundIds:
     """The ids that all trainers sent, for an update."""
 
     joined: JoinedIds
-    """Their lines are those of the gradients."""
+    """The ids by table. The line of an id is also the line of its gradient."""
     owned: "Callable[[], OwnedRows | None]"
     """Returns the rows; None: other tables were restored."""
     ticket: _core.Ticket | None = None
-    """That of their lookup, if the update is ordered ahead."""
+    """The ticket of their lookup, if the update is ordered ahead."""
     runs: Runs | None = None
     """The runs of the update, once it is ordered."""
     lock: threading.Lock = field(default_factory=threading.Lock)
-    """Held while it is ordered."""
+    """Held while the update is ordered."""
 
 
 class OwnedRows(DeviceRows):
@@ -65,8 +65,8 @@ class OwnedRows(DeviceRows):
     def look_up_received(
         self, received: NDArray[np.uint64], counts: NDArray[np.int64], at: LookupTime, *, may_order: bool
     ) -> tuple[list[Tensor], FoundIds]:
-        """Return the rows of ids, in training: for each group its lines, as they are stored; and the ids for their
-        update. Other trainers have the rows of replicated tables themselves.
+        """Look up ids in training. Return for each group the values of its lines, in the dtype of its tables, and the
+        ids for their update. Ids of replicated tables are answered to this trainer only: the others have the rows, too.
 
         counts: as in `joined`. may_order: whether `order` may be called."""
         asked = counts.copy()
@@ -83,17 +83,17 @@ class OwnedRows(DeviceRows):
             self._engine.moves.wait(self._engine.moves.moved)
             lines = self._lines(joined, frames, resolved, asked)
             self._engine.moves.note_use()
-        found = self.joined(received, counts) if self._replicated else FoundIds(joined, weakref.ref(self))
-        found.ticket = resolved["ticket"]
-        return lines, found
+        ids = self.joined(received, counts) if self._replicated else FoundIds(joined, weakref.ref(self))
+        ids.ticket = resolved["ticket"]
+        return lines, ids
 
-    def order(self, found: FoundIds) -> Runs | None:
-        """Order the gradients of an update, once, if that is done ahead."""
-        with found.lock:
-            if found.runs is None and found.ticket is not None:
-                arrays = self._engine.core.order_id_frames(found.ticket, self._places(found.joined))
-                found.runs = Runs.to_device(arrays, self.device)
-            return found.runs
+    def order(self, ids: FoundIds) -> Runs | None:
+        """Order the gradients of an update, once; return None if the update is not ordered ahead."""
+        with ids.lock:
+            if ids.runs is None and ids.ticket is not None:
+                arrays = self._engine.core.order_id_frames(ids.ticket, self._places(ids.joined))
+                ids.runs = Runs.to_device(arrays, self.device)
+            return ids.runs
 
     def _lines(
         self, joined: JoinedIds, frames: NDArray[np.int32], resolved: dict[str, Any], counts: NDArray[np.int64]
@@ -123,26 +123,26 @@ class OwnedRows(DeviceRows):
             for num_lines, layout in zip(self._groups.counts(counts), layouts, strict=True)
         ]
 
-    def apply(self, found: FoundIds, sums: Sequence[Tensor], step: int, lrs: Sequence[float], bound: float) -> None:
+    def apply(self, ids: FoundIds, sums: Sequence[Tensor], step: int, lrs: Sequence[float], bound: float) -> None:
         """Add up the gradients of each id in the order of the ranks, and step its row once.
 
         sums: for each group the gradient of each line, in float32.
         bound: no sum of an id's gradients is larger, as far as the trainers that sent them know."""
-        ordered = self.order(found) if found.owned() is self else None
-        places = self._places(found.joined) if ordered is None else None
+        ordered = self.order(ids) if ids.owned() is self else None
+        places = self._places(ids.joined) if ordered is None else None
         with self._engine.in_order():
-            skips = not bound < LARGEST and self._check_sums(found.joined, sums)  # it may be a NaN
+            skips = not bound < LARGEST and self._check_sums(ids.joined, sums)  # it may be a NaN
             groups = list(self._fused_tables(dict(enumerate(lrs)), 1.0, step, skips=skips))
             flats = [sums[self._groups.numbers[tables.start]].reshape(-1) for tables, _ in groups]
 
             def record() -> Owed:
-                core, joined = self._engine.core, found.joined
+                core, joined = self._engine.core, ids.joined
                 resolved: dict[str, Any] | None
                 if places is not None:
                     resolved = core.update_id_frames(joined.ids, joined.offsets, places, step, skips)
                 else:
-                    assert found.ticket is not None, "it was ordered"
-                    resolved = core.update_ordered_frames(found.ticket, step, skips)
+                    assert ids.ticket is not None, "it was ordered"
+                    resolved = core.update_ordered_frames(ids.ticket, step, skips)
                 return partial(self._steps, resolved, groups, flats, None, ordered)
 
             self._engine.owe(record)

@@ -100,8 +100,8 @@ class RowMemory:
             try:
                 larger = self._empty(size := sizes.pop())
                 break
-            except RuntimeError as found:  # torch.OutOfMemoryError is one, and so is what the CPU's allocator raises
-                error = found
+            except RuntimeError as failure:  # torch.OutOfMemoryError is one, and so is what the CPU's allocator raises
+                error = failure
         else:
             raise self._no_memory(size, names, advice) from error
         for old, new in zip((self.values, self.state), larger, strict=True):

@@ -244,7 +244,7 @@ def flat_gradients(request: UpdateRequest, nothing: Tensor) -> Tensor:
 
 
 def is_whole_batch(total_dim: int, given: Sequence[Given]) -> bool:
-    """Return whether the gradients are those of all ids of one batch. total_dim: the columns of its block."""
+    """Return whether there is one batch, all ids of which have a gradient. total_dim: the columns of its block."""
     return len(given) == 1 and all((given[0][0] or not total_dim, *given[0][1]))
 
 

@@ -103,7 +103,7 @@ class JoinedIds:
         return cls(ids, offsets, origin)
 
     def of_tables(self, tables: Sequence[int]) -> NDArray[np.int64]:
-        """Return which of the ids are those of some tables."""
+        """Return the positions of the ids of some tables."""
         return np.concatenate([np.arange(*self.offsets[[table, table + 1]]) for table in tables])
 
     def tables(self) -> NDArray[np.intp]:

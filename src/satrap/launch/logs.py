@@ -44,7 +44,7 @@ class RunLogs:
     and on exit it is flushed."""
 
     def __init__(self, folder: Path, log_format: str = "text") -> None:
-        """folder: for the log files, beside that of the records. All incarnations of a process append to one
+        """folder: for the log files, beside the folder of the records. All incarnations of a process append to one
             file.
         log_format: of run.log, which has the run's own events; as "json" also of standard error."""
         folder.mkdir(parents=True, exist_ok=True)

@@ -46,10 +46,12 @@ class Launcher(Protocol):
         """Remove the files of the run of that name."""
 
     def start(self, spec: ProcessSpec) -> None:
-        """Start a process. From then on, either it has its previous address or its rows do not exist any more."""
+        """Start a process, at its previous address if possible; otherwise remove its rows, because the supervisor takes
+        a server at another address for one without rows."""
 
     def stop(self, process: Process, mode: StopMode, release: bool) -> None:
-        """Stop a process, and kill it after the grace period. release: its placement and its rows are released."""
+        """Stop a process, and kill it after the grace period. release: whether to release its placement and its
+        rows."""
 
     def poll(self, timeout: float) -> list[Event]:
         """Return new events; wait at most `timeout` seconds for one."""

@@ -113,7 +113,7 @@ class RunProgress:
 
     @property
     def notes(self) -> list[str]:
-        """What a trainer does beside training, in words; that of the first trainer that has a note."""
+        """What a trainer does beside training, in words: the note of the first trainer that has one."""
         notes = (self._trainers[rank].note for rank in sorted(self._running))
         return [str(note) for note in notes if note][:1]
 

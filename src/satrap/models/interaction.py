@@ -49,7 +49,8 @@ class Interaction(torch.nn.Module):
         return self.in_torch(first, block, 0 if is_plain else padding)
 
     def in_torch(self, first: torch.Tensor | None, block: torch.Tensor, padding: int = 0) -> torch.Tensor:
-        """Do the same as `forward` with torch's operators alone, with columns of zeros on every device."""
+        """Return what `forward` does, by torch's operators alone: for what the core's kernel cannot do, such as other
+        devices than the CPU, traced programs and gradients of gradients. `padding` holds on every device."""
         vectors, head = block.unflatten(1, (-1, self.dim)), []
         if first is not None:
             # Use the dtype of `first`: under autocast the copy that cat makes is half as large.
@@ -109,7 +110,8 @@ class _FusedInteraction(torch.autograd.Function):
 
 
 def _is_plain_tensor(block: torch.Tensor) -> bool:
-    """Return whether the kernel may read the tensor's memory: not that of tracers, torch.compile and torch.func."""
+    """Return whether the kernel may read the tensor's memory. Under tracers, torch.compile and torch.func it may
+    not."""
     traced = torch.compiler.is_compiling() or is_traced() or torch._C._len_torch_dispatch_stack() > 0
     return (
         not traced

@@ -86,7 +86,7 @@ class Report:
     samples_per_second: float
     """Throughput in the interval."""
     steps_per_second: float = 0.0
-    """The same in steps."""
+    """Steps per second in the interval."""
     loss: float | None = None
     """Mean over the interval's steps, at most the last 512."""
     window: int = 0
@@ -182,7 +182,7 @@ def run_bar(report: Report, columns: int, marks: str, notes: Sequence[str]) -> s
 
 
 def is_progress(text: bytes) -> bool:
-    """Return whether a line of output is one of `line`, and not that of an evaluation."""
+    """Return whether a line of output is one that `line` returned, and not the line of an evaluation."""
     return _LINE.match(text) is not None
 
 

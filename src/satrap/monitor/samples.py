@@ -62,7 +62,7 @@ class SampleSource(Protocol):
 
 @runtime_checkable
 class ReadySource(SampleSource, Protocol):
-    """A source that can be ready to train: that of embeddings."""
+    """A source that says whether it is ready to train, as `Embeddings` does."""
 
     @property
     def not_ready(self) -> str:

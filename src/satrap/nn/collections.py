@@ -153,7 +153,8 @@ def replace_collections(model: torch.nn.Module, replaced: set[int]) -> None:
 
 
 def initial_of(model: torch.nn.Module, path: str) -> Uniform | None:
-    """Return the values that TorchRec's config gives the rows of a module; None if the config has none such."""
+    """Return the values that TorchRec's config gives the rows of a module; None if the config has another kind of
+    values."""
     collection, _, name = path.rpartition(".")
     owner = model.get_submodule(collection.rpartition(".")[0]) if "." in collection else model
     if _kind_of(owner) is None:

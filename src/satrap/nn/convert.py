@@ -46,8 +46,8 @@ def convert(
     tables: the table of each module by the module's name, such as "encoder.item"; or an optimizer: then every
         nn.Embedding and nn.EmbeddingBag with at least `min_rows` rows gets a table, with the module's name, its number
         of rows as num_rows, and initial values as its weight has: normal, of nearly the same mean and deviation. A job
-        that is resumed, or has several trainers, must find the same ones: call torch.manual_seed before you create the
-        model. On device meta, TorchRec's collections have those of their configs.
+        that is resumed, or has several trainers, must find the same values: call torch.manual_seed before you create
+        the model. On device meta, TorchRec's collections have the initial values of their configs.
     min_rows: smallest number of rows of a module that gets a table, if `tables` is an optimizer.
     weights: write the modules' weights into the tables. On servers they must hold no rows of an earlier run.
     options: as in `Embeddings`.
@@ -225,7 +225,8 @@ def _require_no_regularizer(model: torch.nn.Module) -> None:
 
 
 def _holders(model: torch.nn.Module, used: Tensor | torch.nn.Module) -> Iterator[str]:
-    """Yield the attributes of modules that have a weight or a module, besides Parameters and submodules."""
+    """Yield the names of attributes in which modules of the model hold this weight or module, Parameters and submodules
+    left out."""
 
     def has(value: Any) -> bool:
         if isinstance(value, Mapping):
@@ -360,7 +361,7 @@ def _write(embeddings: Embeddings, chosen: list[_Chosen]) -> None:
 
 
 class TiedLinear(torch.nn.Module):
-    """An nn.Linear whose weight is all rows of a table. It owns its bias alone."""
+    """An nn.Linear whose weight is all rows of a table. Its only Parameter is the bias."""
 
     def __init__(self, embedding: torch.nn.Module, layer: torch.nn.Linear) -> None:
         """embedding: the module over the table, with `num_rows`. layer: what this replaces."""

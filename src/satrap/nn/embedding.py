@@ -1,7 +1,7 @@
 """Drop-ins for nn.Embedding and nn.EmbeddingBag, which look their ids up in a table of an `Embeddings` inside forward.
 
-In train() with gradients a lookup belongs to the open step, which `step()` of the optimizer that
-`embeddings.optimizer(...)` returned ends. In eval(), or under no_grad, a lookup reads and changes nothing. The modules
+In train() with gradients a lookup belongs to the open step, which ends with `step()` of the optimizer that
+`embeddings.optimizer(...)` returned. In eval(), or under no_grad, a lookup reads and changes nothing. The modules
 own no Parameter: the rows are no part of a state_dict, which only has the step that they must be at. `weight` is a
 lookup of all ids, for models that read the weight of nn.Embedding.
 
@@ -81,8 +81,8 @@ class _TableModule(torch.nn.Module):
             return None
         count, where = self.num_embeddings, f"table {self.table.name!r}"
         low, high = (0, 2**63 - 1) if count is None else (-count, count - 1)
-        found = check_integer(where, "padding_idx", padding_idx, low, high)
-        return found if found >= 0 or count is None else count + found
+        number = check_integer(where, "padding_idx", padding_idx, low, high)
+        return number if number >= 0 or count is None else count + number
 
     def __getattr__(self, name: str) -> Any:
         # No property: AttributeError of a property ends here, without its message.
@@ -143,7 +143,7 @@ class _TableModule(torch.nn.Module):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled model has a graph break here
     def _rows(self, ids: Tensor) -> Tensor:
-        """Return the row of each id, [ids, dim]; zeros where the id stands for none."""
+        """Return the row of each id, [ids, dim], with zeros for padding."""
         self._require_lookup(ids)
         kept, positions = self._kept(ids)
         look_up = self._session.look_up if self._trains() else self._reader()
@@ -157,7 +157,7 @@ class _TableModule(torch.nn.Module):
         self._require_expected_step()
 
     def _require_no_export(self) -> None:
-        """Raise ConfigError while torch exports the model: before anything is computed of ids, which have no values."""
+        """Raise ConfigError while torch exports the model. Called before ids are used, which have no values then."""
         is_traced: bool = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
         if is_traced or torch.compiler.is_exporting():
             self._refuse_export()
@@ -199,7 +199,7 @@ class _TableModule(torch.nn.Module):
         return self.training and torch.is_grad_enabled() and not self._is_frozen
 
     def _reader(self) -> Callable[[Mapping[str, NDArray[np.uint64]], torch.device], dict[str, Tensor]]:
-        """Prepare for a lookup without training; return what reads rows as they are."""
+        """Prepare for a lookup without training; return the function that reads rows as they are."""
         if not self._is_frozen or self._session.deterministic:  # another module may train the rows
             self._session.apply_submitted()
         if not self._is_frozen and torch.is_grad_enabled() and self.table.frozen is not True:
@@ -218,8 +218,8 @@ class _TableModule(torch.nn.Module):
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled model has a graph break here
 def rows_together(modules: Sequence[_TableModule], given: Sequence[Tensor]) -> list[Tensor]:
-    """Return the row of each id of each module, [ids, dim], zeros where the id stands for none. Modules of one
-    `Embeddings` are looked up in one call; those that train and those that read, in one call each."""
+    """Return the row of each id of each module, [ids, dim], with zeros for padding. Modules of one `Embeddings` share a
+    call: one for the modules that train, and one for the modules that only read."""
     for module, ids in zip(modules, given, strict=True):
         module._require_lookup(ids)
     kept = [module._kept(ids) for module, ids in zip(modules, given, strict=True)]
@@ -248,9 +248,9 @@ def _look_up(
             table: ids[same[0]] if len(same) == 1 else np.concatenate([ids[number] for number in same])
             for table, same in by_table.items()
         }
-        found = look_up(joined, device)
+        answer = look_up(joined, device)
         for table, same in by_table.items():
-            parts = found[table].split([len(ids[number]) for number in same]) if len(same) > 1 else [found[table]]
+            parts = answer[table].split([len(ids[number]) for number in same]) if len(same) > 1 else [answer[table]]
             rows |= zip(same, parts, strict=True)
     return [rows[number] for number in range(len(modules))]
 
@@ -259,7 +259,7 @@ class Embedding(_TableModule):
     """A drop-in for nn.Embedding over a table of an `Embeddings`. It has no weight: the rows are in the table."""
 
     def __init__(self, embeddings: Embeddings, table: Table | str, *, padding_idx: int | None = None) -> None:
-        """embeddings: those that have the table and train it.
+        """embeddings: the `Embeddings` that has the table and trains it.
 
         table: the table, or its name. Several modules may share one.
         padding_idx: an id that stands for no id: it has no row, reads as zeros and is not trained.
@@ -277,7 +277,7 @@ class Embedding(_TableModule):
         self._require_ids(input)
 
     def _finish(self, rows: Tensor, input: Tensor) -> Tensor:
-        """Return what forward does. rows: those of the ids."""
+        """Return the result of forward. rows: the rows of its ids."""
         return rows.view(*input.shape, self.embedding_dim)
 
     __call__: Callable[..., Tensor]
@@ -295,7 +295,7 @@ class EmbeddingBag(_TableModule):
         include_last_offset: bool = False,
         padding_idx: int | None = None,
     ) -> None:
-        """embeddings: those that have the table and train it.
+        """embeddings: the `Embeddings` that has the table and trains it.
 
         table: the table, or its name. Several modules may share one.
         mode: how the rows of a bag are pooled.
@@ -327,7 +327,7 @@ class EmbeddingBag(_TableModule):
     def _finish(
         self, rows: Tensor, input: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None
     ) -> Tensor:
-        """Return what forward does. rows: those of the ids."""
+        """Return the result of forward. rows: the rows of its ids."""
         if self._has_single_ids(input, offsets, weights):
             return rows  # zeros for padding, as the sum, mean and maximum of no row are
         lines = torch.arange(len(rows), device=input.device)
@@ -376,8 +376,8 @@ def require_no_export(modules: Iterable[torch.nn.Module]) -> None:
 
 
 def call_together(modules: Sequence[torch.nn.Module], arguments: Sequence[tuple[Any, ...]]) -> list[Tensor]:
-    """Call each module with its arguments; return what they return. Those over tables look their rows up in one call,
-    but for modules that have hooks."""
+    """Call each module with its arguments; return what they return. Modules over tables look their rows up in one call;
+    a module that has hooks is called by itself, so that they run."""
     ours: dict[int, Any] = {
         number: module
         for number, module in enumerate(modules)
@@ -386,5 +386,5 @@ def call_together(modules: Sequence[torch.nn.Module], arguments: Sequence[tuple[
     for number, module in ours.items():
         module._require_arguments(*arguments[number])
     rows = rows_together(list(ours.values()), [arguments[number][0] for number in ours])
-    found = {number: ours[number]._finish(part, *arguments[number]) for number, part in zip(ours, rows, strict=True)}
-    return [found[n] if n in found else modules[n](*given) for n, given in enumerate(arguments)]
+    results = {number: ours[number]._finish(part, *arguments[number]) for number, part in zip(ours, rows, strict=True)}
+    return [results[n] if n in results else modules[n](*given) for n, given in enumerate(arguments)]

@@ -349,7 +349,7 @@ class Estimate:
 
     def _crossing(self, pool: Pool) -> tuple[float, float]:
         """Return the bytes of a batch that leave and that enter the machines of a pool. Calls within a machine cross no
-        link, and the ring of the trainers leaves and enters each machine once, however many of them it has."""
+        link. The all-reduce ring of the trainers leaves and enters a machine once, even if it has several trainers."""
         layout, demand = self.layout, self.demand
         if layout.num_machines == 1:
             return 0.0, 0.0

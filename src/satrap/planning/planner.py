@@ -83,7 +83,7 @@ def exhausted(layout: Layout) -> list[MachineType]:
 
 
 def bought_for_memory(estimate: Estimate) -> list[Pool]:
-    """Return the pools with servers that would not hold the rows with one machine less."""
+    """Return the pools with servers whose number of machines memory decides: with one less, the rows would not fit."""
     layout = estimate.layout
     pools = [pool for pool in layout.pools if pool.servers and pool.num_machines > 1]
     return [

@@ -1,5 +1,5 @@
 """What a server logs: the rows that it found, its job, attempts, handshakes that it refused, buckets that moved. Saves
-and restores are logged by `satrap.table`, as `satrap.transfer` has it."""
+and restores are logged by `satrap.table`, through `satrap.transfer`."""
 
 import logging
 import os

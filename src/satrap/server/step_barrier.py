@@ -75,8 +75,8 @@ class StepBarrier:
 
 
 def concatenate_parts(parts: list[TrainerPart], dims: list[int]) -> TrainerPart:
-    """Return the part of all trainers. Its rates are those of the first that has gradients: one that skips the step
-    does not know them."""
+    """Return the parts of all trainers as one. Its learning rates are from the first trainer that has gradients: a
+    trainer that skips the step does not know them."""
     ids, gradients, counts = [], [], [0]
     starts = [np.concatenate([[0], np.cumsum(np.diff(part.offsets) * dims)]) for part in parts]
     for t in range(len(dims)):

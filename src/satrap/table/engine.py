@@ -46,7 +46,8 @@ class RowAccess(Protocol):
     ) -> Any:
         """Fill `out` with the rows of the ids of each table, one after another; return the ticket, or None.
 
-        step: of a lookup that trains; 0: the next one, once the ids were checked. oldest_open: 0: the step."""
+        step: the step of a lookup that trains; 0: the next step, which begins once the ids were checked.
+        oldest_open: the oldest open step; 0: `step`."""
 
     def prepare(self, ids: NDArray[np.uint64], offsets: NDArray[np.int64]) -> _core.Ticket:
         """Return a ticket for an update of ids that were looked up without one."""
@@ -85,13 +86,13 @@ class RowAccess(Protocol):
 
 
 class Directory(Protocol):
-    """What knows which ids of an engine's tables have rows. Its methods are those of `_core.Engine`."""
+    """Knows which ids of an engine's tables have rows. Its methods do what `_core.Engine` does by the same names."""
 
     def num_rows(self, table: int) -> int:
         """Return how many rows a table has."""
 
     def export_rows(self, table: int, bucket_begin: int, bucket_end: int, since: int) -> dict[str, NDArray[Any]]:
-        """Return the rows of some buckets as columns: their ids, with or without what else is known of them."""
+        """Return the rows of some buckets as columns: at least their ids."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,7 +239,8 @@ def update(
 
 def native_config(table: Table, frame_pool: int | None = None) -> _core.TableConfig:
     """Return the table's configuration in the core. Frozen ids that are not known are left out: servers do not need
-    them, since their callers send no gradients of these. frame_pool: that of its rows, if they are on a device."""
+    them, since their callers send no gradients of frozen rows. frame_pool: the pool of its rows' frames, on a
+    device."""
     resolved = replace(table, initial=resolved_initial(table), num_buckets=table.resolved_num_buckets)
     frozen: Any = table.frozen
     ids = frozen.ids if isinstance(frozen, IdSet) and frozen.has_ids else None

@@ -29,14 +29,14 @@ class NamedInputs(Inputs):
     item: Any
     """What the loader yielded."""
     chunks: Mapping[str, list[Ids]] = field(default_factory=dict)
-    """The ids of each table, one array after another."""
+    """For each table the arrays of ids that were named, in their order."""
 
     @classmethod
     def of(
         cls, item: Any, ids: object, tables: Mapping[str, int | None], position: Position | None = None
     ) -> "NamedInputs":
-        """Return the batch for ids by table: for each a tensor or an array of any shape, or a list of them. tables: the
-        id of each that stands for none and is left out."""
+        """Return the batch for what the loader yielded. ids: by table, a tensor, an array or a list of these, of
+        any shape. tables: for each table its padding id, which is left out; None: it has none."""
         if not isinstance(ids, Mapping):
             raise InputError(f"prefetch: ids returned {kind_of(ids)}; expected a dict from a table's name to ids")
         for name in ids:
@@ -75,11 +75,12 @@ class AheadRows:
         """The rows of each chunk of the tables that modules have asked for, until a module takes them."""
         self._taken: dict[str, list[Tensor]] = {name: [] for name in self._chunks}
         """The rows that modules have taken, detached: their version counters tell whether a model has changed them."""
-        self._next = dict.fromkeys(self._chunks, 0)  # the chunk after the last one found: models ask in order
+        self._next = dict.fromkeys(self._chunks, 0)  # the chunk after the last one taken: models ask in order
         self._sorted: dict[str, tuple[Ids, Any]] = {}
 
     def take(self, table: str, ids: Ids, lookups: StepLookups) -> Tensor | None:
-        """Return the rows of the table's chunk that is these ids, once; None if there is none left."""
+        """Return the rows of the table's chunk that has exactly these ids. Each chunk is taken once; None: none is
+        left."""
         chunks, first = self._chunks[table], self._next[table]
         for number in chain(range(first, len(chunks)), range(first)):
             if len(chunks[number]) == len(ids) and not np.count_nonzero(chunks[number] != ids):
@@ -115,21 +116,22 @@ class AheadRows:
         lines = {table: self._lines(table, of_table) for table, of_table in ids.items()}
         missing = {table: ids[table][of_table < 0] for table, of_table in lines.items() if (of_table < 0).any()}
         now = read(missing) if missing else {}
-        found = {}
+        copies = {}
         for table, of_table in lines.items():
             is_missing = of_table < 0
             if len(of_table) and is_missing.all():
-                found[table] = now[table]
+                copies[table] = now[table]
                 continue
             values = self._values[table].detach()
             rows = values[torch.from_numpy(np.maximum(of_table, 0)).to(values.device)].to(device)
             if table in now:
                 rows[torch.from_numpy(is_missing).to(device)] = now[table]
-            found[table] = rows
-        return found, sum(map(len, missing.values()))
+            copies[table] = rows
+        return copies, sum(map(len, missing.values()))
 
     def whole_tables(self, lookups: list[Lookup]) -> dict[str, Lookup]:
-        """Return the lookup of each table of which every chunk has a gradient and nothing else has."""
+        """Return the lookup of each table whose gradients are those of all its chunks and of no other lookup: its
+        update can take the ticket of the lookup ahead."""
         by_table: dict[str, list[Lookup]] = {}
         for lookup in lookups:
             by_table.setdefault(lookup.table, []).append(lookup)
@@ -149,8 +151,8 @@ def rows_of(
 ) -> tuple[dict[str, Tensor], int]:
     """Return the rows of ids by table for a model, and how many ids were not looked up ahead. read: looks those up."""
     if ahead is None:
-        found = read(ids)
-        return {table: lookups.add(table, ids[table], found[table]) for table in ids}, sum(map(len, ids.values()))
+        rows = read(ids)
+        return {table: lookups.add(table, ids[table], rows[table]) for table in ids}, sum(map(len, ids.values()))
     given = {table: ahead.take(table, of_table, lookups) for table, of_table in ids.items()}
     taken = {table: rows.to(device) for table, rows in given.items() if rows is not None}
     if len(taken) == len(ids):

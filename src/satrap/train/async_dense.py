@@ -249,8 +249,8 @@ class AsyncDense(DenseStrategy):
             return part.ids, part.offsets, oldest_open, train, 0
 
         values = np.empty(self._start.shape, np.float32)
-        for part, found in self._call_owners("lookup", step, np.arange(self._first[-1]), arguments):
-            values[part.positions] = found[0].reshape(-1, DIM)
+        for part, answer in self._call_owners("lookup", step, np.arange(self._first[-1]), arguments):
+            values[part.positions] = answer[0].reshape(-1, DIM)
         values += self._start.numpy()
         return values
 

@@ -40,7 +40,7 @@ class BatchLookup:
     def __init__(
         self, worker: Worker, device: torch.device, *, train: bool, overlap: bool, dense: DenseStrategy | None = None
     ) -> None:
-        """dense: that of the optimizer of a training stream."""
+        """dense: what trains the dense parameters, in a training stream."""
         self._worker, self._device, self._train, self._dense = worker, device, train, dense or DenseStrategy()
         self._dtype = DTYPES[worker.rows.output_dtype]
         same_threads = not overlap and worker.num_threads == torch.get_num_threads()
@@ -61,8 +61,8 @@ class BatchLookup:
         return InFlightBatch(inputs, self._worker.features)
 
     def resolve(self, batch: InFlightBatch, step: int, oldest_open: int) -> None:
-        """Do the part of a training lookup that needs no row's values. Runs in the thread that reads. A batch that does
-        not fit yet is found in its lookup."""
+        """Do the part of a training lookup that needs no row's values. Runs in the thread that reads. A batch for
+        which there is no room yet is resolved in its lookup."""
         if not batch.has_rows:
             return
         with suppress(CapacityError), self._beside_the_loop(batch.inputs):  # there may be room after the open steps

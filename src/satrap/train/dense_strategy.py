@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 
 class DenseStrategy:
-    """What a stream and an optimizer do with dense parameters. Here that is nothing, as in an evaluation."""
+    """What a stream and an optimizer do with dense parameters. The methods of this class do nothing: an evaluation,
+    which trains no parameters, uses it as it is."""
 
     is_joint: ClassVar[bool] = False
     """Whether all trainers take each step together."""
@@ -85,7 +86,7 @@ class DenseStrategy:
     ) -> Iterator[Inputs]:
         """Return the batches of a training stream, which joint steps extend by padding.
 
-        unawaited: calls of the loop in which no trainer waits for another. padding: that of `JointBatches`.
+        unawaited: calls of the loop in which no trainer waits for another. padding: see `JointBatches`.
         """
         return inputs
 

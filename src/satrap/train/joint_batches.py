@@ -80,7 +80,7 @@ class JointBatches(Iterator[Inputs]):
         set_weight: sets the weight of the batch whose backward pass comes next.
         unawaited: the calls in which no trainer waits for another. NEXT is one only if the shapes of the batches are
             known before they are requested.
-        padding: returns a batch of padding, where the batches are those of a loader. None: one without anything.
+        padding: returns a batch of padding, if the batches come from a loader. None: padding is a batch without ids.
         """
         self.set_weight = set_weight
         self._unawaited = unawaited
@@ -176,7 +176,7 @@ class JointBatches(Iterator[Inputs]):
             leaf.register_post_accumulate_grad_hook(compare)
 
     def reach(self, calls: BatchCalls) -> None:
-        """Compare the same of a backward pass to what modules have looked up."""
+        """Compare a backward pass that has reached what modules have looked up."""
         self._compare_backward(calls)
 
     def step(self, batch: InFlightBatch, *, waits: bool) -> None:

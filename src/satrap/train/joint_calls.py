@@ -36,7 +36,7 @@ _NO_LABEL, _FLAT_LABEL = -1, 0
 
 
 class Call(IntEnum):
-    """What a trainer is about to do. Those of one batch ascend."""
+    """What a trainer is about to do. The calls for one batch have ascending numbers."""
 
     REQUEST = 0
     """Requests a batch while earlier ones are not stepped."""
@@ -79,9 +79,9 @@ class JointCall:
 
     call: Call
     number: int
-    """The batch's, from 1 in each stream; without one, the number of batches that the loop has received."""
+    """The number of the batch, from 1 in each stream; without a batch, how many the loop has received."""
     step: int
-    """The batch's; without one, that of the last batch that the loop has received."""
+    """The step of the batch; without a batch, the step of the last batch that the loop has received."""
     shape: BatchShape = (0, 0, 0, 0)
 
     @classmethod

@@ -346,8 +346,8 @@ class BatchLedger(Generic[Record]):
 
     @property
     def next_update(self) -> Update[Record]:
-        """The update that has started, or the next one: in a deterministic order that of the oldest step, for which the
-        lookups that others need may wait."""
+        """The update that has started, or else the next one: the first submitted, or in a deterministic order the one
+        of the oldest step, for which the lookups that other updates require may wait."""
         if self.updating is None and self.deterministic:
             return min(self.updates, key=lambda update: update.batches[0].step)
         return self.updating or self.updates[0]

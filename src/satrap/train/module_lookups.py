@@ -1,10 +1,10 @@
 """The lookups that modules make inside forward where no stream is open, and the steps that these lookups belong to.
 
-    forward           `look_up`: rows of the step now open, as a leaf of autograd
+    forward           `look_up`: rows for the open step, whose gradients come to a leaf of autograd
     backward          a hook notes that the leaf has a gradient
     optimizer.step()  `update`: the gradients of all lookups of the step, one update of all tables; the step ends
 
-A session has either a `Stream` or these as what it trains with, so both have the same calls. `zero_grad()` clears
+A session trains with either a `Stream` or these, so both have the same calls. `zero_grad()` clears
 gradients as torch does.
 """
 
@@ -30,7 +30,8 @@ _STEPPED = "optimizer.step() had ended the step"
 
 
 class ModuleLookups:
-    """The lookups of modules and their steps, between the start of training and that of a stream, or a resume."""
+    """The lookups of modules and the steps of these, from the first lookup until a stream starts or a checkpoint is
+    resumed."""
 
     joint = None
     """Trainers compare nothing: each takes as many steps as every other, as with DDP."""
@@ -47,7 +48,7 @@ class ModuleLookups:
         watch: GradientWatch,
         has_peers: bool,
     ) -> None:
-        """dense, watch: those of the session.
+        """dense, watch: the session's.
         has_peers: whether other trainers may wait for this one's part of each step."""
         self.last_step = last_step
         self._worker, self._on_hold, self._dense, self._has_peers = worker, on_hold, dense, has_peers
@@ -59,7 +60,8 @@ class ModuleLookups:
         self._refresh_dense()
 
     def look_up(self, ids: Mapping[str, Ids], device: torch.device) -> dict[str, Tensor]:
-        """Return the rows of ids by table in the open step, [ids, dim], as leaves on the device."""
+        """Look up ids by table for the open step. Return for each table the rows, [ids, dim], on the device; their
+        gradients are applied when the step ends."""
         self._settle()
         step = self._open.step
         if not self._open.num_lookups:

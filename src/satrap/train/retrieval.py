@@ -72,9 +72,9 @@ def full_softmax(queries: Tensor, targets: ArrayLike, table: Rows) -> Tensor:
 def _scores(queries: Tensor, table: Rows) -> Iterator[tuple[NDArray[np.uint64], Tensor]]:
     """Yield the ids of some rows, and their products with all queries."""
     step = max(1, _MOST_PRODUCTS // max(1, len(queries)))
-    for ids, found in table.rows():
+    for ids, rows in table.rows():
         for begin in range(0, len(ids), step):
-            values = torch.from_numpy(found.values[begin : begin + step])
+            values = torch.from_numpy(rows.values[begin : begin + step])
             with torch.no_grad():
                 yield ids[begin : begin + step], queries @ values.to(queries.device).T
 
@@ -82,6 +82,6 @@ def _scores(queries: Tensor, table: Rows) -> Iterator[tuple[NDArray[np.uint64], 
 def _checked(queries: Any, table: Rows) -> Tensor:
     dim = table.table.dim
     if not isinstance(queries, Tensor) or queries.dtype != torch.float32 or queries.shape[1:] != (dim,):
-        found = f"{queries.dtype} of shape {tuple(queries.shape)}" if isinstance(queries, Tensor) else type(queries)
-        raise InputError(f"table {table.table.name!r}: queries are {found}; expected a float32 tensor [n, {dim}]")
+        given = f"{queries.dtype} of shape {tuple(queries.shape)}" if isinstance(queries, Tensor) else type(queries)
+        raise InputError(f"table {table.table.name!r}: queries are {given}; expected a float32 tensor [n, {dim}]")
     return queries

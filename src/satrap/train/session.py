@@ -280,7 +280,7 @@ class TrainingSession:
         return {call for call, is_free in calls.items() if is_free}
 
     def look_up(self, ids: Mapping[str, Ids], device: torch.device) -> dict[str, Tensor]:
-        """Return the rows of ids by table that modules look up for training, as leaves on the device."""
+        """Return the rows of ids by table that modules look up for training, on the device."""
         self.require_expected_rows()
         training, self.why_untrained = self._training, ""
         if training is None or (isinstance(training, Stream) and training.is_over):
@@ -386,7 +386,7 @@ class TrainingSession:
             )
 
     def measure(self, *, are_checked: bool) -> None:
-        """Start to compute the largest gradient of the next update. are_checked: that of `BatchLookup.measure`."""
+        """Start to compute the largest gradient of the next update. are_checked: as in `BatchLookup.measure`."""
         if self._training is not None:
             self._training._measure(are_checked=are_checked)
 

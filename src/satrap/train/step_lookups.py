@@ -1,8 +1,8 @@
-"""The lookups that modules make inside forward, of one step: their leaves, and the gradients that come to them.
+"""The lookups that modules make inside forward during one step: their leaves, and the gradients that come to them.
 
-`ModuleLookups` has those of the steps between two streams, a batch of a stream those of its step. A lookup that no
-backward pass reaches leaves nothing to do. A backward pass that comes after the end raises an error, since its gradient
-would be lost.
+A batch of a stream has the lookups of its step; between streams, `ModuleLookups` has them. A lookup that no backward
+pass reaches leaves nothing to do. A backward pass that comes after the end of the step raises an error, since its
+gradient would be lost.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -94,7 +94,8 @@ class Lookup:
         """chunks: arrays of ids, whose rows follow one another."""
         self._step, self.number, self.table, self.chunks = step, number, table, chunks
         self.is_interleaved = len(chunks) > 1 and len({len(ids) for ids in chunks}) == 1
-        """Whether leaf and gradient are [ids, chunks, dim], as the gradient of what joins chunks side by side is."""
+        """Whether leaf and gradient are [ids, chunks, dim]: so is the gradient where a model joins the chunks side by
+        side."""
         self.leaf: Tensor | None = None
         self.reached_chunks: set[int] = set()
         """The numbers of the chunks that a backward pass has reached: only they have a gradient."""
@@ -161,8 +162,8 @@ class _Recorded(torch.autograd.Function):
 
 
 def _are_side_by_side(gradients: Sequence[Tensor | None]) -> bool:
-    """Return whether these are columns of one matrix, as the gradients are of what torch.cat joins:
-    to copy all of them at once is faster."""
+    """Return whether the gradients are neighbouring columns of one matrix, as they are where torch.cat joined the rows.
+    Then one copy of them all is faster."""
     first = gradients[0]
     if first is None or type(first) is not Tensor or first.stride(1) != 1:
         return False
@@ -181,9 +182,10 @@ def read_rows(
 ) -> dict[str, Tensor]:
     """Return the rows of ids by table for training in this step, [ids, dim], as tensors on the model's device."""
     with worker.on_device():
-        found = worker.look_up_ids(ids, step, oldest_open)
+        by_table = worker.look_up_ids(ids, step, oldest_open)
     return {
-        table: rows.to(device) if isinstance(rows, Tensor) else to_device(rows, device) for table, rows in found.items()
+        table: rows.to(device) if isinstance(rows, Tensor) else to_device(rows, device)
+        for table, rows in by_table.items()
     }
 
 
@@ -199,7 +201,7 @@ class TakenGradients:
     ticket: Any
     """The ticket of all their ids."""
     parts: dict[str, list[tuple[Tensor, float]]]
-    """Each with the factor that it is still to be multiplied by."""
+    """Each gradient with the factor by which it is still to be multiplied."""
 
     @classmethod
     def of(cls, worker: Worker, lookups: Sequence[tuple[Lookup, float]]) -> "TakenGradients | None":

@@ -225,7 +225,7 @@ class Stream(Iterator[Batch]):
         return True
 
     def _measure(self, *, are_checked: bool) -> None:
-        """Start to compute the largest gradient of the next update. are_checked: that of `BatchLookup.measure`."""
+        """Start to compute the largest gradient of the next update. are_checked: as in `BatchLookup.measure`."""
         self._look_up.measure(self._ledger.waiting(), are_checked=are_checked)
 
     def completes_step(self, batch: InFlightBatch) -> bool:

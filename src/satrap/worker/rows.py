@@ -134,7 +134,8 @@ class Rows(Protocol):
     device_stream: Any = None
     """The stream of the device on which the rows are read and changed; None: they are not on a device."""
     launches: Any = None
-    """The order in which the devices of several trainers are given collectives; None: they have no rows."""
+    """The order in which several trainers give collectives to their devices; None: no rows are on devices of
+    several."""
     resolves: bool = False
     """Whether `resolve` does a part of a lookup."""
     takes_interleaved: bool = False
@@ -161,11 +162,13 @@ class Rows(Protocol):
         return self.empty(lines, floats)
 
     def place_ids(self, inputs: Inputs, *, train: bool) -> "Inputs | PlacedIds":
-        """Return the ids of a batch: in arrays, or where else these rows look them up, to train or not."""
+        """Return the ids of a batch where these rows look them up: in arrays, or as `PlacedIds`. train: whether the
+        lookup trains."""
         return inputs
 
     def resolve(self, request: BagRequest) -> BagRequest:
-        """Do the part of a training lookup that needs no row's values, and return the lookup of what is left."""
+        """Do the part of a training lookup that needs no row's values. Return the request with which `lookup` does the
+        rest."""
         return request
 
     def lookup(self, request: BagRequest, block: Block, sequences: list[Block]) -> Ticket | None:
@@ -187,7 +190,7 @@ class Rows(Protocol):
 
     def id_ticket(self, ids: Mapping[str, Ids]) -> Ticket:
         """Return a ticket for ids of tables that other calls have looked up. An update may have it beside the tickets
-        of batches; its gradients are no block and a sequence for each table of the features."""
+        of batches. It takes no gradient of a block, and one sequence of gradients for each table of the features."""
         raise _no_modules(ids)
 
     def skip(self, step: int) -> None:
@@ -216,24 +219,24 @@ class Rows(Protocol):
 
 
 def _no_modules(ids: Mapping[str, Ids]) -> ConfigError:
-    found = ", ".join(f"{len(of_table)} ids of table {name!r}" for name, of_table in ids.items())
-    return ConfigError(_NO_MODULES.format(found))
+    requested = ", ".join(f"{len(of_table)} ids of table {name!r}" for name, of_table in ids.items())
+    return ConfigError(_NO_MODULES.format(requested))
 
 
 def id_features(features: Features) -> Features:
-    """Return the features of lookups by table: of each table of the features a jagged sequence with its name."""
+    """Return the features of lookups by table: for each table of `features` a jagged sequence with the table's name."""
     return Features({table.name: table.sequence() for table in features.tables})
 
 
 def id_request(features: Features, ids: Mapping[str, Ids], step: int | None, oldest_open: int | None) -> BagRequest:
-    """Return the lookup of ids by table, as one sample. features: those of `id_features`."""
+    """Return the lookup of ids by table, as one sample. features: what `id_features` returned."""
     given = [ids.get(name, _NO_IDS) for name in features]
     offsets = np.cumsum([0, *map(len, given)], dtype=np.int64)
     return BagRequest(np.concatenate(given), offsets, None, 1, step, oldest_open, train=True, of_tables=True)
 
 
 def empty_by_table(rows: Rows, ids: Mapping[str, Ids], features: Features) -> dict[str, Block]:
-    """Return memory for the rows of ids by table, of each table. features: those of `id_features`."""
+    """Return memory for the rows of ids, by table, for every table. features: what `id_features` returned."""
     return {name: rows.empty_of_ids(len(ids.get(name, ())), feature.table.dim) for name, feature in features.items()}
 
 

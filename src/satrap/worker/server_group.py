@@ -102,7 +102,7 @@ class ServerGroup:
         barrier_size: how many trainers' updates form one step; 0: each update is a step.
         wire: how rows and gradients cross the network. "float32": unchanged. "float16": scaled by row and rounded, in
             half the bytes, with an error of at most 2^-11 of the row's largest magnitude (core/kernels/fp16_codec.hpp).
-        attempt: that of the run, if another process started it. None: this process starts the next one, now or, without
+        attempt: the run's, if another process started it. None: this process starts the next one, now or, without
             `begin`, when `begin_attempt` is called; until then it may only read.
         launch: how often a supervisor has launched the trainers. Its attempts are higher than those of all earlier
             launches. 0: there is no supervisor.
@@ -274,7 +274,7 @@ class ServerGroup:
     ) -> list[tuple[OwnedIds, Any]]:
         """Call each server that owns some of the ids, and return its ids and its answer. See `split_by_owner`.
 
-        arguments: returns those of the call to the owner of these ids."""
+        arguments: returns the arguments of the call to the owner of these ids."""
 
         def call(topology: Topology) -> list[tuple[OwnedIds, Any]]:
             parts = split_by_owner(ids, offsets, topology.owners, self.job.tables)

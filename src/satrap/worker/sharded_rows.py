@@ -108,9 +108,9 @@ class ShardedRows(Rows):
     def _look_up(
         self, request: BagRequest, block: Floats, sequences: list[Floats], *, number: int
     ) -> _core.SplitTicket:
-        """Fill `block` and `sequences`; return the split batch, used unless there is a number.
+        """Fill `block` and `sequences`; return the split batch, which is dropped already if `number` is 0.
 
-        number: that of the ticket at the servers; 0: they keep none, and learn of no step without ids."""
+        number: names the ticket that the servers keep; 0: they keep none, and a server is not called without ids."""
         self.settle()
         topology = self.servers.topology
         split = self._split_ids(request, topology)

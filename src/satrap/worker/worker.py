@@ -138,8 +138,8 @@ class Worker:
         reader: InputReader | None = None,
         of_tables: bool = False,
     ) -> None:
-        """rows: of the tables of these features. blocks: what the rows fill; None: arrays. reader: None: batches are
-        read in this process. of_tables: whether the features are `id_features` of those of the rows."""
+        """rows: the rows of the features' tables. blocks: what the rows fill; None: arrays. reader: reads batches;
+        None: in this process. of_tables: whether the features are `id_features` of the features that the rows have."""
         self.features, self.rows, self.tables = features, rows, tables
         self._blocks, reader = blocks or ArrayBlocks(), reader or InputReader(features)
         self._of_tables = of_tables
@@ -391,10 +391,10 @@ class Worker:
         for sequence in self._sequences:
             given = sequences.get(sequence.name)
             where = f"{_UPDATE}, feature {sequence.name!r}"
-            found: tuple[int, ...] = getattr(given, "shape", ())
-            expected = sequence.shape(ticket.batch_size, {sequence.name: found[:1]})  # rows check the number of jagged
-            if sequence.is_jagged and len(found) == 3 and self.rows.takes_interleaved:
-                expected = expected[0], found[1], expected[1]
+            sizes: tuple[int, ...] = getattr(given, "shape", ())
+            expected = sequence.shape(ticket.batch_size, {sequence.name: sizes[:1]})  # rows check the number of jagged
+            if sequence.is_jagged and len(sizes) == 3 and self.rows.takes_interleaved:
+                expected = expected[0], sizes[1], expected[1]
             of_sequences.append(None if given is None else self._blocks.check_gradient(where, given, expected))
         return of_block, of_sequences
 
@@ -458,13 +458,13 @@ class _Sequence:
         return 0 if self._max_length is None else int(np.maximum(lengths - self._max_length, 0).sum())
 
 
-def _name_differences(found: object, expected: tuple[str, ...]) -> str:
-    if not isinstance(found, tuple):
-        return f"names is a {type(found).__name__}; expected the tuple of features.names"
-    missing, extra = [name for name in expected if name not in found], [name for name in found if name not in expected]
+def _name_differences(names: object, expected: tuple[str, ...]) -> str:
+    if not isinstance(names, tuple):
+        return f"names is a {type(names).__name__}; expected the tuple of features.names"
+    missing, extra = [name for name in expected if name not in names], [name for name in names if name not in expected]
     if missing or extra:
         return f"the features {missing} are missing and {extra} are unknown; expected features.names, in its order"
-    return f"the features are {list(found)}; expected them in the order of features.names, {list(expected)}"
+    return f"the features are {list(names)}; expected them in the order of features.names, {list(expected)}"
 
 
 def _require_list(name: str, value: object) -> Sequence[object]:

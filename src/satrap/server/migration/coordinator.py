@@ -164,7 +164,8 @@ class Migration:
         return job, shard_map
 
     def _query_all(self) -> tuple[Job, ShardMap, dict[str, Any]]:
-        """Return the newest job and shard map, and the answers of all servers that any of them knows."""
+        """Ask the servers of both lists, and those that their newest shard map names. Return the newest job and shard
+        map, and the answer of each server."""
         answers: dict[str, Any] = {}
         new = list(dict.fromkeys((*self._current, *self._target)))
         while new:

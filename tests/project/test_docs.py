@@ -267,6 +267,12 @@ def test_the_readme_is_short() -> None:
     assert all(len(code.splitlines()) <= 18 for code in blocks(page, "python"))
 
 
+def test_the_pages_are_short() -> None:
+    """All but those of docs/internals together."""
+    files = [*ROOT.glob("docs/*.md"), *ROOT.glob("docs/reference/*.md")]
+    assert sum(len(page.read_text().split()) for page in files) < 60_000
+
+
 # -- commands --------------------------------------------------------------------------------------------------------
 
 

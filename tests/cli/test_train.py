@@ -203,7 +203,13 @@ def test_files_of_every_format_are_planned_alike(
 ) -> None:
     path = write(tmp_path, suffix, clicks())
     assert main(["train", str(path), "--script", str(tmp_path / "train.py")]) == 0
-    assert uses_in(capsys.readouterr().out) == {"user_id": "id", "item": "id", "price": "number", "day": "number and id", "click": "label"}
+    assert uses_in(capsys.readouterr().out) == {
+        "user_id": "id",
+        "item": "id",
+        "price": "number",
+        "day": "number and id",
+        "click": "label",
+    }
     compile((tmp_path / "train.py").read_text(), "train.py", "exec")
     source = infer_source(str(path))
     assert column_names(source) == clicks().column_names

@@ -134,12 +134,13 @@ def _needs_torch(options: argparse.Namespace) -> bool:
     """Return whether the command trains on this machine, itself or in a child."""
     match options.command:
         case "plan":
-            return options.calibrate or (options.job is not None and options.job.suffix != ".toml")
+            return bool(options.calibrate or (options.job is not None and options.job.suffix != ".toml"))
         case "run":
-            return options.cluster == "local"
+            return bool(options.cluster == "local")
         case "train":
             return options.script is None
-    return options.command == "trainer"
+        case command:
+            return bool(command == "trainer")
 
 
 def _show_log(log_format: str) -> None:

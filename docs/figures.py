@@ -67,8 +67,8 @@ def road() -> str:
         text(530, 258, "gradients of rows: asynchronous,", ROWS, text_anchor="middle"),
         text(530, 278, "at most k steps late: the staleness", ROWS, text_anchor="middle"),
         arrow("M700 182 C715 222 745 222 752 186", DENSE),
-        text(700, 258, "dense network:", DENSE),
-        text(700, 278, "synchronous", DENSE),
+        text(688, 258, "dense network:", DENSE),
+        text(688, 278, "synchronous", DENSE),
         text(30, 258, "In one process all of this", SOFT),
         text(30, 278, "is the same objects.", SOFT),
     ]

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from checkpoint_job import Job, same
 from cluster import running_servers
 from contents import bits
+from logged import received
 from loop import batches, job, loss_of, tables
 from remote_worker_parts import working
 from satrap import Checkpoint, Deployment, Embeddings
@@ -124,7 +125,10 @@ def test_a_named_version_is_resumed_and_training_continues_from_it(tmp_path: Pat
     job.run.save()
     with pytest.raises(CheckpointError, match=r"has no checkpoint 'none'; it has \['000001-step-3', '000002-step-6'\]"):
         job.run.resume("none")
-    assert job.run.resume("best")
+    with received("satrap.checkpoint") as records:
+        assert job.run.resume("best") and job.run.resume("best")
+    shown = [message for record in records if not (message := record.getMessage()).startswith("restore of")]
+    assert shown == [f"{verb} step 3, from {tmp_path}/run/{best}" for verb in ("returns to", "continues after")]
     same(job.state(), at_best)
     job.run.save()
     again = Job(str(tmp_path / "run"), 8, keep=9)

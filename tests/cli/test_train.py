@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.feather
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -171,16 +172,44 @@ def test_training_validation_and_test_share_no_row(
         assert max(train) < min(validate), "validation is later than training, as the test is later than both"
 
 
+def uses_in(shown: str) -> dict[str, str]:
+    """Return the use of each column of the table."""
+    return dict(re.findall(r"^(\w+) +\w+ +[\d,]+ (?: +\d+ %)? +(number and id|\w+)", shown, re.MULTILINE))
+
+
+@pytest.mark.parametrize(
+    "files", [["one.parquet", "two.parquet"], ["by_day"], ["*.parquet"], ["file://{folder}/one.parquet"]]
+)
+def test_the_files_of_a_list_a_folder_a_glob_and_a_url_are_read(
+    files: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    table = clicks().append_column("number", pa.array(range(3000)))
+    pq.write_to_dataset(table, "by_day", partition_cols=["day"])
+    half = 3000 if "://" in files[0] else 1000
+    write(tmp_path, "parquet", table[:half], "one")
+    write(tmp_path, "parquet", table[half:], "two")
+    given = [file.format(folder=tmp_path) for file in files]
+    assert main(["train", *given, "--ignore", "number", "--script", "train.py"]) == 0
+    uses = {"user_id": "id", "item": "id", "price": "number", "day": "number and id", "click": "label"}
+    assert uses_in(capsys.readouterr().out) == uses | {"number": "ignored"}
+    train, validate, test = parts_of(tmp_path / "train.py", table)
+    assert sorted([*train, *validate, *test]) == list(range(3000))
+
+
 @pytest.mark.parametrize("suffix", FORMATS)
 def test_files_of_every_format_are_planned_alike(
     suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write(tmp_path, suffix, clicks())
     assert main(["train", str(path), "--script", str(tmp_path / "train.py")]) == 0
-    uses = dict(
-        re.findall(r"^(\w+) +\w+ +[\d,]+ (?: +\d+ %)? +(number and id|\w+)", capsys.readouterr().out, re.MULTILINE)
-    )
-    assert uses == {"user_id": "id", "item": "id", "price": "number", "day": "number and id", "click": "label"}
+    assert uses_in(capsys.readouterr().out) == {
+        "user_id": "id",
+        "item": "id",
+        "price": "number",
+        "day": "number and id",
+        "click": "label",
+    }
     compile((tmp_path / "train.py").read_text(), "train.py", "exec")
     source = infer_source(str(path))
     assert column_names(source) == clicks().column_names

@@ -103,11 +103,9 @@ def test_the_report_in_a_browser(folder: Path, tmp_path: Path) -> None:
     with running_browser(tmp_path) as browser:
         for path in (page, folder / "live.html", report(tmp_path / "long")):
             check_layout(browser, path)
-        colours = set()
         for scheme in ("light", "dark"):
             browser.open(page, scheme=scheme)
-            colours.add(browser.evaluate("getComputedStyle(document.body).backgroundColor"))
-        assert len(colours) == 2
+            check_pictures(browser, scheme)
         check_numbers(browser, intervals)
         check_events(browser)
         last = [line for line in lines_of(folder, 0) if line["kind"] == "interval"][-1]
@@ -124,6 +122,18 @@ def check_layout(browser: Browser, path: Path) -> None:
         assert browser.evaluate("document.documentElement.scrollWidth") <= width, "nothing sticks out"
         assert browser.evaluate(CUT_TEXTS) == [], "no text is cut off or leaves its card"
         assert browser.evaluate("document.querySelectorAll('img, script[src], iframe, object').length") == 0
+
+
+def check_pictures(browser: Browser, scheme: str) -> None:
+    """Check that the page is mostly light or mostly dark, and that each of its charts shows a curve."""
+    whole = browser.picture(browser.evaluate("document.body.getBoundingClientRect().toJSON()"))
+    is_back = (whole < 64).all(-1) if scheme == "dark" else (whole > 192).all(-1)
+    assert is_back.mean() > 0.8, scheme
+    boxes = "[...document.querySelectorAll('.plot svg')].map(svg => svg.getBoundingClientRect().toJSON())"
+    pictures = [browser.picture(box) for box in browser.evaluate(boxes)]
+    coloured = [picture.max(-1) - picture.min(-1) > 64 for picture in pictures]  # axes and texts are grey
+    assert all(10 < each.sum() < 0.2 * each.size for each in coloured), scheme
+    assert coloured[0].any(0).mean() > 0.7, "the loss has a value at most steps"
 
 
 @needs_browser

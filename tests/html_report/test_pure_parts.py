@@ -280,14 +280,24 @@ def test_the_rate_of_all_trainers_is_the_sum(one: list[int], other: list[int], t
 
 
 @pytest.mark.parametrize(("watched", "value"), [("log_loss", "0.6"), ("auc", "0.7"), (None, "0.7")])
-def test_the_tile_of_the_best_evaluation_has_the_metric_that_decided(watched: str | None, value: str) -> None:
+def test_the_tiles_of_validation_have_the_metric_that_decided(watched: str | None, value: str) -> None:
+    """The best evaluation, and the last one if it is another."""
     judgement = {"is_best": True, "best_by": watched} if watched else {}
     run = RunRecords(name="run", loops=[loop(0, 1, 1, [1])])
     run.loops[0].start = {"at": 0.0}
     run.loops[0].intervals[0]["samples"] = 10
     run.loops[0].evaluations.append({"step": 1, "metrics": {"auc": 0.7, "log_loss": 0.6}} | judgement)
-    which = "last" if watched is None else "best"
-    assert (f"Validation {watched or 'auc'}", value, f"{which}, step 1") in tiles(run)
+    first = (f"Validation {watched or 'auc'}", value, f"{'best' if watched else 'last'}, step 1")
+    assert validation_tiles(run) == [first]
+    run.loops[0].evaluations.append({"step": 2, "metrics": {"auc": 0.5, "log_loss": 0.5}})
+    assert validation_tiles(run) == [*([first] if watched else []), (first[0], "0.5", "last, step 2")]
+    run.loops[0].evaluations.append({"step": 3, "metrics": {"test auc": 0.4}})
+    if watched:
+        assert validation_tiles(run) == [first, (first[0], "0.5", "last, step 2")], "the last with its metric"
+
+
+def validation_tiles(run: RunRecords) -> list[tuple[str, str, str]]:
+    return [tile for tile in tiles(run) if tile[0].startswith("Validation")]
 
 
 def test_a_metric_that_the_best_evaluation_lacks_has_no_note_of_it() -> None:

@@ -79,6 +79,7 @@ def test_rate_and_share_are_those_of_all_trainers() -> None:
         "##########..........  50% 00:50 left | 1 restart | 180 samples, 4/s | loss 0.7500 | AUC 0.5000 | "
         "step 15 of 30 | 02:00 since the start"
     )
+    assert run_bar(report, 200, "#.", ["1 restart"], is_over=True) == text.replace(" 00:50 left", "")
     for columns in range(200):
         assert len(run_bar(report, columns, "#.", ["1 restart"])) <= columns
     assert run_bar(report, 19, "#.", ["1 restart"]) == "##..  50% 00:50 lef"

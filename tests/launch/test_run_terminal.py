@@ -99,6 +99,7 @@ def test_a_narrow_terminal_without_blocks_is_resized_and_the_run_stopped(tmp_pat
         assert run.wait(DEADLINE_SECONDS) == 130
         rows = screen.wait_for(lambda rows: rows[-1] == "")
     assert "50%" in rows[-2] and "480 samples" in rows[-2], "what was reached remains"
+    assert " left " not in rows[-2], "the run is over"
 
 
 def test_a_terminal_that_cannot_erase_gets_lines(tmp_path: Path) -> None:

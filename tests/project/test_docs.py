@@ -20,11 +20,12 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -267,6 +268,12 @@ def test_the_readme_is_short() -> None:
     assert all(len(code.splitlines()) <= 18 for code in blocks(page, "python"))
 
 
+def test_the_pages_are_short() -> None:
+    """All but those of docs/internals together."""
+    files = [*ROOT.glob("docs/*.md"), *ROOT.glob("docs/reference/*.md")]
+    assert sum(len(page.read_text().split()) for page in files) < 60_000
+
+
 # -- commands --------------------------------------------------------------------------------------------------------
 
 
@@ -410,6 +417,17 @@ def test_a_site_in_a_folder_finds_words_without_a_network(site: Path, tmp_path: 
         wait_until(lambda: browser.evaluate("document.querySelectorAll('.md-search-result__item').length"))
         assert browser.problems == []
         assert [each for each in browser.requests if not each.startswith(("file:", "data:"))] == []
+
+
+@pytest.mark.skipif(find_browser() is None, reason=f"no browser: none of {', '.join(NAMES)} is on the PATH")
+def test_figures_are_light_or_dark_as_the_page_is(site: Path, tmp_path: Path) -> None:
+    """By the toggle of the site, whatever the system prefers."""
+    with running_browser(tmp_path) as browser:
+        for page, scheme in product(("default", "slate"), ("light", "dark")):
+            browser.open(site / "internals/paper.html", scheme=scheme)
+            browser.evaluate(f"document.body.dataset.mdColorScheme = '{page}'")
+            figure = browser.evaluate("document.querySelector('img').getBoundingClientRect().toJSON()")
+            assert (np.median(browser.picture(figure)) > 128) == (page == "default"), (page, scheme)
 
 
 def test_every_page_is_reached_from_the_first() -> None:

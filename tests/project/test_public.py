@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import satrap
 from satrap import _core, errors
 
@@ -47,10 +49,36 @@ def test_what_needs_zeromq_says_so() -> None:
     assert re.fullmatch(r"satrap: .*: pip install 'satrap\[cluster\]'\n", run.stderr), run.stderr
 
 
-def test_what_needs_torch_says_so() -> None:
-    program = "import sys; sys.modules['torch'] = None; import satrap; print(satrap.Table); satrap.Embeddings"
+@pytest.mark.parametrize(
+    ("statement", "name"),
+    [
+        ("satrap.Embeddings", "Embeddings"),
+        ("from satrap.models import DLRM", "models"),
+        ("from satrap import models", "models"),
+        ("import satrap.nn", "nn"),
+    ],
+)
+def test_what_needs_torch_says_so(statement: str, name: str) -> None:
+    program = f"import sys; sys.modules['torch'] = None; import satrap; print(satrap.Table); {statement}"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
-    assert run.stdout and "ImportError: satrap.Embeddings needs torch: pip install 'satrap[train]'\n" in run.stderr
+    assert run.stdout and f"\nImportError: satrap.{name} needs torch: pip install 'satrap[train]'\n" in run.stderr
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "plan train.py --machines machines.toml",
+        "plan --calibrate --coefficients costs.json",
+        "run train.py",
+        "train clicks.parquet",
+        "trainer train.py --servers tcp://127.0.0.1:1",
+    ],
+)
+def test_a_command_that_needs_torch_says_so(command: str) -> None:
+    program = "import sys; sys.modules['torch'] = None; from satrap.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    run = subprocess.run([sys.executable, "-c", program, *command.split()], capture_output=True, text=True, timeout=300)
+    message = f"satrap: satrap {command.split()[0]} needs torch: pip install 'satrap[train]'\n"
+    assert (run.returncode, run.stdout, run.stderr) == (1, "", message)
 
 
 def test_the_version_is_the_installed_one() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import io
 import json
 import os
 import select
@@ -13,6 +15,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from PIL import Image
 
 from waiting import DEADLINE_SECONDS
 
@@ -77,6 +82,12 @@ class Browser:
         reply = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in reply, reply
         return reply["result"].get("value")
+
+    def picture(self, box: dict[str, float]) -> np.ndarray:
+        """Return what a place of the page shows, as an array [height, width, 3] of bytes."""
+        clip = {name: box[name] for name in ("x", "y", "width", "height")} | {"scale": 1}
+        data = self.call("Page.captureScreenshot", clip=clip, captureBeyondViewport=True)["data"]
+        return np.asarray(Image.open(io.BytesIO(base64.b64decode(data))).convert("RGB"), np.int64)
 
     def move_pointer(self, x: float, y: float) -> None:
         """Move the pointer to a place in the window."""

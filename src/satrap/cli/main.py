@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         set_role(options.command, getattr(options, "number", None))
         _show_log(options.log_format)
     try:
+        if _needs_torch(options) and find_spec("torch") is None:
+            raise ConfigError(f"satrap {options.command} needs torch: pip install 'satrap[train]'")
         if options.die_with is not None:
             from satrap.launch.child_processes import die_with_parent
 
@@ -125,6 +128,19 @@ def _output_lines(options: argparse.Namespace) -> Iterator[str]:
             return _worker(options)
         case _:
             return _server(options)
+
+
+def _needs_torch(options: argparse.Namespace) -> bool:
+    """Return whether the command trains on this machine, itself or in a child."""
+    match options.command:
+        case "plan":
+            return bool(options.calibrate or (options.job is not None and options.job.suffix != ".toml"))
+        case "run":
+            return bool(options.cluster == "local")
+        case "train":
+            return options.script is None
+        case command:
+            return bool(command == "trainer")
 
 
 def _show_log(log_format: str) -> None:

@@ -148,7 +148,7 @@ def _legend(shown: Sequence[Series], window: float, marks: Mapping[str, Sequence
         )
     if any(curve.superseded for curve in shown):
         samples.append(_sample("trained again later", (_LINE, f"curve old {look}")))
-    samples += [_sample(_MARKS[kind], ("M13 0V10", f"mark {kind}")) for kind, places in marks.items() if places]
+    samples += [_sample(_MARKS[kind], ("M13 -3V13", f"mark {kind}")) for kind, places in marks.items() if places]
     return [element("ul", *samples, class_="legend")] if samples else []
 
 

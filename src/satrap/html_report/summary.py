@@ -70,8 +70,11 @@ def tiles(run: RunRecords) -> list[tuple[str, str, str]]:
     for line in [run.best] if run.best else evaluations[-1:]:
         names = (line.get("best_by"), *line["metrics"])  # the metric that decides which is the best, or the first
         name = next((name for name in names if name in line["metrics"]), "")
-        which = "best" if run.best else "last"
-        entries.append((f"Validation {name}", number(line["metrics"].get(name)), f"{which}, step {line['step']:,}"))
+        same = [other for other in evaluations if name in other["metrics"]]
+        shown = [("best", line)] if run.best else []
+        shown += [("last", other) for other in same[-1:] if not run.best or other["step"] != line["step"]]
+        for which, one in shown:
+            entries.append((f"Validation {name}", number(one["metrics"].get(name)), f"{which}, step {one['step']:,}"))
     rows, memory = ([curve.last for curve in run.curves.get(key, ())] for key in ("rows", "bytes"))
     if any(rows):
         entries.append(("Rows", short(sum(rows)), f"in {len(rows)} tables"))

@@ -86,7 +86,7 @@ class RunLogs:
 
     def __exit__(self, *_: object) -> None:
         self._show_at = 0.0
-        self.show(None, self._restarts)  # it remains on the terminal
+        self.show(None, self._restarts, is_over=True)  # it remains on the terminal
         if self._stdout is not self._stderr and (unshown := self._stdout.close()):
             _LOG.warning(
                 "%d bytes of standard output were not read, or did not fit; the logs are in %s", unshown, self.folder
@@ -111,9 +111,9 @@ class RunLogs:
         path = self.path(process)
         self._start_offsets[process] = path.stat().st_size if path.exists() else 0
 
-    def show(self, phase: str | None, restarts: int) -> None:
+    def show(self, phase: str | None, restarts: int, *, is_over: bool = False) -> None:
         """Draw the line on the terminal, if there is one and it is due. phase: what the run does instead of training.
-        restarts: number of processes that were started again."""
+        restarts: number of processes that were started again. is_over: the run has ended, so no time is left."""
         now = time.monotonic()
         if not self._has_line or now < self._show_at:
             return
@@ -122,7 +122,8 @@ class RunLogs:
         notes = [f"{restarts} restart{'s' * (restarts != 1)}"] if restarts else []
         notes[:0] = [phase] if phase is not None else []
         if report is not None:
-            self._stderr.show(run_bar(report, columns, self._stderr.marks, [*notes, *self._progress.notes]))
+            notes += self._progress.notes
+            self._stderr.show(run_bar(report, columns, self._stderr.marks, notes, is_over=is_over))
         else:  # the script has not begun, or has no Progress
             self._stderr.show(fit(notes, columns) if notes else "")
 

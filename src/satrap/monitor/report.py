@@ -165,11 +165,12 @@ def bar(report: Report, columns: int, marks: str = "#.", notes: Sequence[str] = 
     return fit([*_bar_of(report, columns, marks), *notes, *_phrases(report)], columns)
 
 
-def run_bar(report: Report, columns: int, marks: str, notes: Sequence[str]) -> str:
+def run_bar(report: Report, columns: int, marks: str, notes: Sequence[str], *, is_over: bool = False) -> str:
     """Format the report of all trainers of a run in at most `columns` columns, the most relevant first: how much is
-    done, the time left, the notes, samples, loss, AUC. notes: in words, such as "2 restarts"."""
+    done, the time left, the notes, samples, loss, AUC. notes: in words, such as "2 restarts". is_over: no time is
+    left."""
     phrases, seconds = _bar_of(report, columns, marks), _seconds_left(report)
-    if phrases and seconds is not None and report.samples_per_second > 0:
+    if phrases and seconds is not None and report.samples_per_second > 0 and not is_over:
         phrases[0] += f" {_clock(seconds)} left"
     phrases += [*notes, f"{short(report.samples)} samples, {short(report.samples_per_second)}/s"]
     if report.loss is not None:

@@ -170,11 +170,15 @@ class FlatSource final : public GradientSource {
 
 } // namespace
 
-void Engine::lookup_buckets(Batch& batch, const LookupStep& at, const Destinations& destinations) {
+// A row of a direct table is found in fewer instructions than its id is made unique.
+void Engine::lookup_buckets(Batch& batch, const LookupStep& at, bool want_ticket, const Destinations& destinations) {
     BucketScheduler::ScratchLease lease(scheduler_, batch.size());
     tables_.open_step(at);
     scheduler_.for_each_occupied(map(), lease, batch, [&](std::size_t t, std::uint32_t b, Scratch& scratch) {
-        batch.deduplicate(b, scratch.dedupe);
+        if (at.train || want_ticket || !tables_[t].config().is_direct())
+            batch.deduplicate(b, scratch.dedupe);
+        else
+            batch.keep_repeats(b);
         tables_[t].lookup(visit_of(batch, map().first[t], b), at, destinations(t, b, scratch), scratch);
     });
     batch.hinted = true;
@@ -188,7 +192,7 @@ std::unique_ptr<Ticket> Engine::lookup(const std::uint64_t* ids, std::span<const
     ownership_.require([&](std::uint32_t b) { return occupied(*batch, b); }, at.train);
     take_step(at);
     if (at.train) wait_for_cut_room();
-    lookup_buckets(*batch, at, [&](std::size_t t, std::uint32_t b, Scratch& scratch) {
+    lookup_buckets(*batch, at, want_ticket, [&](std::size_t t, std::uint32_t b, Scratch& scratch) {
         return floats_at(*batch, b, out + begin[t], tables_[t].config().dim, scratch.to);
     });
     if (want_ticket) return std::unique_ptr<Ticket>(new Ticket(ticket_of(std::move(batch), identity_, begin.back())));
@@ -294,7 +298,7 @@ std::unique_ptr<Ticket> Engine::lookup_bags(const std::shared_ptr<const Bags>& b
     PlannedBags planned = plan_bags(*bags, inputs, at, false);
     if (at.train) wait_for_cut_room();
     const BagRows rows(*bags, *planned.plan, *planned.batch, block, sequences, blocks_);
-    lookup_buckets(*planned.batch, at,
+    lookup_buckets(*planned.batch, at, want_ticket,
                    [&](std::size_t t, std::uint32_t b, Scratch& scratch) { return rows.to(t, b, scratch); });
     rows.finish(*kernels_, scheduler_.pool());
     return end_lookup(std::move(planned), bags, want_ticket);

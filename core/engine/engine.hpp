@@ -265,7 +265,7 @@ class Engine {
     void deduplicate(Batch& batch);
     // Returns the destinations of bucket b of table t, one for each entry; the array lives in the scratch.
     using Destinations = std::function<float* const*(std::size_t t, std::uint32_t b, Scratch& scratch)>;
-    void lookup_buckets(Batch& batch, const LookupStep& at, const Destinations& destinations);
+    void lookup_buckets(Batch& batch, const LookupStep& at, bool want_ticket, const Destinations& destinations);
     void apply(GradientSource&& source, Tickets tickets, std::uint32_t step, std::span<const double> lrs,
                std::uint32_t trainer);
 

@@ -9,6 +9,7 @@
 #pragma once
 
 #include <cstdint>
+#include <numeric>
 #include <vector>
 
 #include "base/buffers.hpp"
@@ -137,6 +138,12 @@ struct Batch {
         SATRAP_ASSERT(num_unique[b] == 0); // else the ids of the entries are no longer there
         num_unique[b] =
             deduplicate_ids(unique.data() + begin[b], begin[b + 1] - begin[b], local.data() + begin[b], table);
+    }
+    // Leaves bucket b's ids as they are, for a lookup that changes no row and has no update: `unique` has repeats then.
+    void keep_repeats(std::uint32_t b) {
+        SATRAP_ASSERT(b < num_unique.size() && num_unique[b] == 0);
+        num_unique[b] = begin[b + 1] - begin[b];
+        std::iota(local.data() + begin[b], local.data() + begin[b + 1], 0U);
     }
 
   private:

@@ -93,7 +93,7 @@ class Rows {
     const Index& index() const { return index_; }
     std::uint32_t used() const { return used_; }
 
-    Head& head(std::uint32_t slot) const {
+    SATRAP_ALWAYS_INLINE Head& head(std::uint32_t slot) const {
         SATRAP_ASSERT(slot < capacity_ && has_chunk(slot));
         if (slot >= kChunkRows) {
             const std::size_t at = std::size_t{slot} + shift_;
@@ -107,6 +107,12 @@ class Rows {
     // The first byte of the slot: what is to be prefetched.
     const std::byte* line(std::uint32_t slot) const {
         return reinterpret_cast<const std::byte*>(&head(slot)) - id_bytes();
+    }
+    // Whether some row's byte `bytes - 1` lies in a cache line that none of its bytes 0, 64, 128 ... does. Chunks begin
+    // at a cache line, so rows begin at multiples of the largest power of two in their stride.
+    bool ends_apart(std::size_t bytes) const {
+        const std::size_t step = std::min<std::size_t>(64, stride_ & (~stride_ + 1));
+        return 64 - step + (bytes - 1) % 64 >= 64;
     }
     std::size_t id_bytes() const { return direct_ ? 0 : sizeof(std::uint64_t); }
     std::uint64_t id(std::uint32_t slot) const {
@@ -252,9 +258,9 @@ class Rows {
         return std::move(old_);
     }
     // Copies the slot's row if it belongs to the cut and was not copied yet.
-    void keep(std::uint32_t slot) {
+    SATRAP_ALWAYS_INLINE void keep(std::uint32_t slot) {
         SATRAP_ASSERT(slot < used_);
-        if (in_cut()) old_rows().keep(slot, id(slot), reinterpret_cast<const std::byte*>(&head(slot)), live(slot));
+        if (in_cut()) keep_in_cut(slot);
     }
     // Nothing was inserted before the first call since the cut, so the slots in use are those of the cut.
     OldRows& old_rows() {
@@ -314,6 +320,10 @@ class Rows {
 
     static constexpr std::uint32_t kDoublings =
         std::bit_width(kChunkRows / kFirstChunk); // chunks before those of constant size
+
+    void keep_in_cut(std::uint32_t slot) {
+        old_rows().keep(slot, id(slot), reinterpret_cast<const std::byte*>(&head(slot)), live(slot));
+    }
 
     // Clears the collected victims if a row's stamp falls within their range, which would break their order.
     void spoil(const Victim& now) {

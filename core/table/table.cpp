@@ -54,10 +54,10 @@ void Table::open_step(const LookupStep& at) {
     raise_to(ledger_->expire_before, std::min(at.step - config_.expire_after, at.oldest_open));
 }
 
-// A row begins anywhere in a cache line, so its last byte can be in a line that steps of 64 from its first one miss.
-SATRAP_ALWAYS_INLINE static void prefetch(const std::byte* row, std::size_t bytes) {
+// asks_last: see Rows::ends_apart.
+SATRAP_ALWAYS_INLINE static void prefetch(const std::byte* row, std::size_t bytes, bool asks_last) {
     for (std::size_t at = 0; at < bytes; at += 64) prefetch_early(row + at);
-    prefetch_early(row + bytes - 1);
+    if (asks_last) prefetch_early(row + bytes - 1);
 }
 
 // Finds the slot of every unique id (kNoSlot: no row) in passes, so that the cache misses of a bucket overlap.
@@ -69,7 +69,8 @@ void Table::locate(Bucket& bucket, const BucketVisit& visit, bool hinted, Scratc
     const std::size_t payload =
         hinted ? config_.payload_bytes() : std::min(config_.payload_bytes(), config_.value_bytes());
     const std::size_t bytes = rows.id_bytes() + sizeof(Head) + payload;
-    if (rows.is_direct()) return locate_direct(rows, visit, bytes, slots);
+    const bool asks_last = rows.ends_apart(bytes);
+    if (rows.is_direct()) return locate_direct(rows, visit, bytes, asks_last, slots);
     if (hinted) {
         for (std::uint32_t i = 0; i < n; ++i) slots[i] = visit.hints[i];
     } else {
@@ -81,15 +82,16 @@ void Table::locate(Bucket& bucket, const BucketVisit& visit, bool hinted, Scratc
         for (std::uint32_t i = 0; i < n; ++i) slots[i] = rows.index().candidate(hashes[i]);
     }
     for (std::uint32_t i = 0; i < n; ++i)
-        if (slots[i] < rows.used()) prefetch(rows.line(slots[i]), bytes);
+        if (slots[i] < rows.used()) prefetch(rows.line(slots[i]), bytes, asks_last);
     for (std::uint32_t i = 0; i < n; ++i)
         if (!rows.holds(slots[i], visit.unique[i])) slots[i] = rows.find(visit.unique[i], mix64(visit.unique[i]));
 }
 
-void Table::locate_direct(const Rows& rows, const BucketVisit& visit, std::size_t bytes, std::uint32_t* slots) {
+void Table::locate_direct(const Rows& rows, const BucketVisit& visit, std::size_t bytes, bool asks_last,
+                          std::uint32_t* slots) {
     for (std::uint32_t i = 0; i < visit.num_unique; ++i) {
         slots[i] = rows.direct_slot(visit.unique[i]);
-        if (slots[i] != kNoSlot) prefetch(rows.line(slots[i]), bytes);
+        if (slots[i] != kNoSlot) prefetch(rows.line(slots[i]), bytes, asks_last);
     }
     for (std::uint32_t i = 0; i < visit.num_unique; ++i)
         if (slots[i] != kNoSlot && !rows.live(slots[i])) slots[i] = kNoSlot;

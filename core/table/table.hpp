@@ -123,7 +123,8 @@ class Table {
 
   private:
     void locate(Bucket& bucket, const BucketVisit& visit, bool hinted, Scratch& scratch);
-    void locate_direct(const Rows& rows, const BucketVisit& visit, std::size_t bytes, std::uint32_t* slots);
+    void locate_direct(const Rows& rows, const BucketVisit& visit, std::size_t bytes, bool asks_last,
+                       std::uint32_t* slots);
     void touch_hits(Bucket& bucket, const BucketVisit& visit, std::uint32_t step, std::uint32_t line,
                     std::uint32_t version, std::uint32_t* slots);
     void find_rows(Bucket& bucket, const BucketVisit& visit, const LookupStep& at, std::vector<InsertedRow>* inserted,

@@ -108,7 +108,7 @@ class Rows {
     const std::byte* line(std::uint32_t slot) const {
         return reinterpret_cast<const std::byte*>(&head(slot)) - id_bytes();
     }
-    // Whether some row's byte `bytes - 1` lies in a cache line that none of its bytes 0, 64, 128 ... does. Chunks begin
+    // Whether some row's byte `bytes - 1` is in a cache line that none of its bytes 0, 64, 128 ... is in. Chunks begin
     // at a cache line, so rows begin at multiples of the largest power of two in their stride.
     bool ends_apart(std::size_t bytes) const {
         const std::size_t step = std::min<std::size_t>(64, stride_ & (~stride_ + 1));

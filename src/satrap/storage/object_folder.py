@@ -6,9 +6,10 @@ parts into memory that is used only where something was read.
 """
 
 import errno
+import io
 import mmap
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
@@ -21,6 +22,10 @@ _GET_BYTES = 4 << 20
 """Bytes of one request: large enough that its latency does not matter much."""
 _GET_THREADS = 4
 """Requests at a time for one object: a connection alone is slower than the network."""
+_GAP_BYTES = 64 << 10
+"""Bytes between two ranges that are read with them, rather than by a second request; pyarrow skips 8 KiB."""
+_FILE_THREADS = 8
+"""Requests at a time for ranges of one file, as many as pyarrow makes for its own object stores."""
 _PROBE = b"satrap: a test of whether objects can be written, read, listed and deleted here; delete it\n"
 
 
@@ -104,8 +109,12 @@ class ObjectFolder:
             return self._store.get(self._key(key), max_bytes)
 
     def open(self, key: str) -> "ObjectReadable":
+        return ObjectReadable(self, key, self.size(key))
+
+    def size(self, key: str) -> int:
+        """Return the bytes of an object; raise IsADirectoryError for a folder of a system that has folders."""
         with self._errors(key):
-            return ObjectReadable(self, key, self._store.size(self._key(key)))
+            return self._store.size(self._key(key))
 
     def get_range(self, key: str, begin: int, end: int) -> Any:
         """Return these bytes of an object."""
@@ -196,6 +205,60 @@ class ObjectReadable:
         first, last = -(-begin // page) * page, end // page * page  # pages that hold other bytes, too, stay
         if first < last:
             self.memory.madvise(mmap.MADV_DONTNEED, first, last - first)
+
+
+class ObjectFile(io.RawIOBase):
+    """An object as a file that pyarrow reads, with a cursor that no other thread uses.
+
+    pyarrow reads such a file by one request after the other. `load` requests many ranges at once instead: without it,
+    reading a few columns of many takes several times as long where a request takes tens of milliseconds.
+    """
+
+    def __init__(self, folder: ObjectFolder, key: str, size: int) -> None:
+        self._folder, self._key, self._size, self._cursor = folder, key, size, 0
+        self._loaded: list[tuple[int, memoryview]] = []
+
+    def load(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Read these ranges of bytes into memory, until others are loaded. Ranges with a small gap become one."""
+        joined: list[tuple[int, int]] = []
+        for begin, end in sorted(ranges):
+            if joined and begin <= joined[-1][1] + _GAP_BYTES:
+                begin, end = joined[-1][0], max(end, joined.pop()[1])
+            joined.append((begin, end))
+        pieces = in_threads(
+            _FILE_THREADS, lambda piece: self._folder.get_range(self._key, *piece), joined, "satrap-get"
+        )
+        self._loaded = [(begin, data) for (begin, _), data in zip(joined, pieces, strict=True)]
+
+    def size(self) -> int:
+        """Return the bytes that the object has now."""
+        return self._folder.size(self._key)
+
+    def read_at(self, size: int, offset: int) -> memoryview:
+        """Return these bytes, or fewer at the end of the file."""
+        end = min(self._size, offset + size)
+        for begin, data in self._loaded:
+            if begin <= offset and end <= begin + len(data):
+                return data[offset - begin : max(offset, end) - begin]
+        return memoryview(b"" if end <= offset else self._folder.get_range(self._key, offset, end))
+
+    def read(self, size: int | None = -1) -> Any:
+        data = self.read_at(self._size if size is None or size < 0 else size, self._cursor)
+        self._cursor += len(data)
+        return data
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._cursor = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._cursor, io.SEEK_END: self._size}[whence]
+        return self._cursor
+
+    def tell(self) -> int:
+        return self._cursor
 
 
 class _NamedWriter:

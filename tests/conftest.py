@@ -259,9 +259,8 @@ def azurite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Azur
 
 
 @pytest.fixture(scope="module", params=SCHEMES)
-def bucket_server(request: pytest.FixtureRequest) -> ObjectStore:
-    fixture = {"s3": "moto", "gs": "moto", "az": "azurite"}[request.param]
-    stores: dict[str, ObjectStore] = request.getfixturevalue(fixture)
+def bucket_server(request: pytest.FixtureRequest, moto: dict[str, S3]) -> ObjectStore:
+    stores: dict[str, ObjectStore] = request.getfixturevalue("azurite") if request.param == "az" else {**moto}
     return stores[request.param]
 
 

@@ -7,16 +7,12 @@ import os
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,9 +23,8 @@ from object_stores import BUCKET, S3, ObjectStore, use
 from satrap.config.columns import IdColumn
 from satrap.config.location import Location
 from satrap.data.delimited import CSV
-from satrap.data.parquet import Parquet
 from satrap.errors import ConfigError, SourceError
-from satrap.storage.object_folder import ObjectFile, ObjectFolder
+from satrap.storage.object_folder import ObjectFile
 from satrap.storage.open_folder import open_folder, open_store
 from waiting import DEADLINE_SECONDS
 
@@ -40,10 +35,6 @@ CALLS = st.lists(
         st.tuples(st.just("seek"), st.integers(-9, 9), st.just(io.SEEK_END)),
         st.tuples(st.just("read"), st.integers(-1, 300_000)),
         st.tuples(st.just("read_at"), st.integers(0, 300_000), st.integers(0, len(CONTENT) + 9)),
-        st.tuples(
-            st.just("load"),
-            st.lists(st.tuples(st.integers(0, 400_000), st.integers(1, 100_000)).map(lambda x: (x[0], x[0] + x[1]))),
-        ),
     )
 )
 
@@ -54,8 +45,6 @@ def check_file(calls: list[Any]) -> None:
     opened, model = ObjectFile(folder, "a", len(CONTENT)), io.BytesIO(CONTENT)  # type: ignore[arg-type]
     for call, *arguments in calls:
         match call:
-            case "load":
-                opened.load(*arguments)
             case "read_at":
                 size, offset = arguments
                 assert bytes(opened.read_at(size, offset)) == CONTENT[offset : offset + size]
@@ -85,42 +74,11 @@ def test_every_format_is_read_from_every_store(kind: str, object_store: ObjectSt
     assert read(source(kind, f"{folder}/day=2026-11-01 1%3A00/[1].{kind}")) == rows[100:]
 
 
-def wide_file(rows: int) -> bytes:
-    """Return a Parquet file with columns that are far apart, and three row groups."""
-    rng, out = np.random.default_rng(1), io.BytesIO()
-    table = pa.table({f"c{i}": rng.integers(0, 2**62, rows) for i in range(8)})
-    pq.write_table(table, out, row_group_size=rows // 3, use_dictionary=False, compression="none")
-    return out.getvalue()
-
-
-def test_the_columns_of_a_row_group_are_requested_at_once(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each request for a column's bytes waits until those for the other two were made."""
-    data, rows = wide_file(60_000), 20_000
-    memory.pipe_file("/wide.parquet", data)
-    barrier, sizes, get_range = threading.Barrier(3, timeout=DEADLINE_SECONDS), Counter[int](), ObjectFolder.get_range
-
-    def get(folder: ObjectFolder, key: str, begin: int, end: int) -> Any:
-        if begin < len(data) - (64 << 10):  # not the footer
-            barrier.wait()
-            sizes[(end - begin) // (rows * 8)] += 1
-        return get_range(folder, key, begin, end)
-
-    monkeypatch.setattr(ObjectFolder, "get_range", get)
-    source = Parquet("memory://wide.parquet", block_rows=rows, num_threads=0)
-    batches = list(source.batches(["c0", "c3", "c6"]))
-    assert sizes == {1: 9}, "one request for each column of a row group, for no other bytes"
-    read = np.concatenate([batch.values for batch in batches])
-    table = pq.read_table(io.BytesIO(data), columns=["c0", "c3", "c6"])
-    assert sorted(read.tolist()) == sorted(value for column in table.columns for value in column.to_pylist())
-
-
 def test_a_filesystem_that_is_passed_is_read_like_its_url(memory: Any) -> None:
-    memory.pipe_file("/wide.parquet", wide_file(300))
-    one, other = (
-        [batch.values.tolist() for batch in Parquet(path, filesystem=files, batch_size=64).batches(["c0", "c5"])]
-        for path, files in (("memory://wide.parquet", None), ("/wide.parquet", memory))
-    )
-    assert one == other and sum(map(len, one)) == 600
+    memory.pipe_file("/a.csv", b"a\n1\n2\n")
+    data = CSV("memory://a.csv", ids={"a": IdColumn(kind="integer")})
+    for other in (data, data.replace(path="/a.csv", filesystem=memory)):
+        assert [batch.values.tolist() for batch in other.batches(["a"])] == [[1, 2]]
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------

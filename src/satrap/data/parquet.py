@@ -20,7 +20,6 @@ from satrap.data.inputs import Position
 from satrap.data.source import FileSource, RowBlockSource
 from satrap.data.table_rows import TableDecoder, TableRows, file_blocks
 from satrap.errors import SourceError
-from satrap.storage.object_folder import ObjectFile
 
 _FOOTER_THREADS = 16  # footers are small, so reading them is mostly waiting
 _MAX_GROUP_BYTES = 32 << 20  # larger row groups are read through a small buffer
@@ -101,8 +100,6 @@ class _RowGroups:
                 buffer_size=max(_LEAST_BUFFER_BYTES, _BUFFER_BYTES // max(1, len(names))) if is_large else 0,
             )
             before, groups = self.before, range(self.first, self.end)
-            if isinstance(opened, ObjectFile) and not is_large:
-                opened.load(_byte_ranges(parquet.metadata, groups, names))
             # Arrow cannot join lists of categories of several row groups.
             together = [[group] for group in groups] if _lists_categories(parquet.schema_arrow, names) else [groups]
             for numbers in together:
@@ -114,15 +111,6 @@ class _RowGroups:
                     f"{self.file.name}, {part}: {before - self.before} rows were found, and the footer counts "
                     f"{self.num_rows}; the file is damaged: write it again"
                 )
-
-
-def _byte_ranges(metadata: Any, groups: range, names: Sequence[str]) -> Iterator[tuple[int, int]]:
-    """Yield where the bytes of these columns begin and end in each row group."""
-    for group in map(metadata.row_group, groups):
-        for chunk in map(group.column, range(group.num_columns)):
-            if chunk.path_in_schema.partition(".")[0] in names:
-                begin = min(filter(None, (chunk.dictionary_page_offset, chunk.data_page_offset)))
-                yield begin, begin + chunk.total_compressed_size
 
 
 def _lists_categories(schema: Any, names: Sequence[str]) -> bool:

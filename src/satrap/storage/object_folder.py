@@ -9,7 +9,7 @@ import errno
 import io
 import mmap
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
@@ -22,10 +22,6 @@ _GET_BYTES = 4 << 20
 """Bytes of one request: large enough that its latency does not matter much."""
 _GET_THREADS = 4
 """Requests at a time for one object: a connection alone is slower than the network."""
-_GAP_BYTES = 64 << 10
-"""Bytes between two ranges that are read with them, rather than by a second request; pyarrow skips 8 KiB."""
-_FILE_THREADS = 8
-"""Requests at a time for ranges of one file, as many as pyarrow makes for its own object stores."""
 _PROBE = b"satrap: a test of whether objects can be written, read, listed and deleted here; delete it\n"
 
 
@@ -208,27 +204,10 @@ class ObjectReadable:
 
 
 class ObjectFile(io.RawIOBase):
-    """An object as a file that pyarrow reads, with a cursor that no other thread uses.
-
-    pyarrow reads such a file by one request after the other. `load` requests many ranges at once instead: without it,
-    reading a few columns of many takes several times as long where a request takes tens of milliseconds.
-    """
+    """An object as a file that pyarrow reads, with a cursor that no other thread uses. Each read is one request."""
 
     def __init__(self, folder: ObjectFolder, key: str, size: int) -> None:
         self._folder, self._key, self._size, self._cursor = folder, key, size, 0
-        self._loaded: list[tuple[int, memoryview]] = []
-
-    def load(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Read these ranges of bytes into memory, until others are loaded. Ranges with a small gap become one."""
-        joined: list[tuple[int, int]] = []
-        for begin, end in sorted(ranges):
-            if joined and begin <= joined[-1][1] + _GAP_BYTES:
-                begin, end = joined[-1][0], max(end, joined.pop()[1])
-            joined.append((begin, end))
-        pieces = in_threads(
-            _FILE_THREADS, lambda piece: self._folder.get_range(self._key, *piece), joined, "satrap-get"
-        )
-        self._loaded = [(begin, data) for (begin, _), data in zip(joined, pieces, strict=True)]
 
     def size(self) -> int:
         """Return the bytes that the object has now."""
@@ -237,9 +216,6 @@ class ObjectFile(io.RawIOBase):
     def read_at(self, size: int, offset: int) -> memoryview:
         """Return these bytes, or fewer at the end of the file."""
         end = min(self._size, offset + size)
-        for begin, data in self._loaded:
-            if begin <= offset and end <= begin + len(data):
-                return data[offset - begin : max(offset, end) - begin]
         return memoryview(b"" if end <= offset else self._folder.get_range(self._key, offset, end))
 
     def read(self, size: int | None = -1) -> Any:

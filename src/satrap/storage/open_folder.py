@@ -20,7 +20,9 @@ def open_folder(path: str | os.PathLike[str], what: str = "path") -> Folder:
     if isinstance(path, LocalFolder | ObjectFolder):
         return path
     location = Location.parse(path, what)
-    return _object_folder(location, is_patient=True) if location.is_url else LocalFolder(Path(location.path))
+    if not location.is_url:
+        return LocalFolder(Path(location.path))
+    return ObjectFolder(*open_store(location), str(location))
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
@@ -34,7 +36,7 @@ def require_usable(path: str | os.PathLike[str]) -> None:
     folder on a disk is not accessed."""
     location = Location.parse(path)
     if location.is_url:
-        _object_folder(location, is_patient=False).probe()
+        ObjectFolder(*open_store(location, is_patient=False), str(location)).probe()
 
 
 def open_store(location: Location, *, is_patient: bool = True) -> tuple[ObjectStore, str]:
@@ -54,10 +56,6 @@ def open_store(location: Location, *, is_patient: bool = True) -> tuple[ObjectSt
         raise ConfigError(
             f"{url} cannot be opened: {error}; correct the URL, or install what its scheme needs"
         ) from error
-
-
-def _object_folder(location: Location, *, is_patient: bool) -> ObjectFolder:
-    return ObjectFolder(*open_store(location, is_patient=is_patient), str(location))
 
 
 @lru_cache(maxsize=16)

@@ -158,8 +158,13 @@ def test_an_object_that_changes_meanwhile(s3: S3) -> None:
 
 def test_empty_objects_that_stand_for_folders_are_no_files(s3: S3) -> None:
     """Consoles and Hadoop create such objects."""
-    for key, data in (("marks/", b""), ("marks/day=1/", b""), ("marks/day=1/a.csv", b"a\n1\n"), ("marks/empty/", b"")):
-        s3.put(key, data)
+    for key, content in (
+        ("marks/", b""),
+        ("marks/day=1/", b""),
+        ("marks/day=1/a.csv", b"a\n1\n"),
+        ("marks/empty/", b""),
+    ):
+        s3.put(key, content)
     data = CSV(f"s3://{BUCKET}/marks", ids={"a": IdColumn(kind="integer")})
     assert [batch.values.tolist() for batch in data.batches(["a"])] == [[1]]
     with pytest.raises(SourceError, match="the folder holds no file"):

@@ -27,8 +27,10 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 
 from logged import Records
+from object_stores import S3, SCHEMES, Azure, ObjectStore, running_azurite, running_moto, use
 from satrap.config.tables import Table
 from satrap.server import lease
+from satrap.storage.open_folder import _bucket
 from satrap.table.store import Store
 from trainers import Trainers
 
@@ -241,6 +243,40 @@ def memory() -> Iterator[Any]:
     yield filesystem
     filesystem.store.clear()
     filesystem.pseudo_dirs[:] = [""]
+
+
+@pytest.fixture(scope="module")
+def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, S3]]:
+    """S3 and Google Cloud Storage, by scheme."""
+    with running_moto(tmp_path_factory.mktemp("moto")) as stores:
+        yield stores
+
+
+@pytest.fixture(scope="module")
+def azurite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Azure]]:
+    with running_azurite(tmp_path_factory.mktemp("azurite")) as stores:
+        yield stores
+
+
+@pytest.fixture(scope="module", params=SCHEMES)
+def bucket_server(request: pytest.FixtureRequest, moto: dict[str, S3]) -> ObjectStore:
+    stores: dict[str, ObjectStore] = request.getfixturevalue("azurite") if request.param == "az" else {**moto}
+    return stores[request.param]
+
+
+@pytest.fixture
+def object_store(bucket_server: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectStore]:
+    """An object store of each kind, which this process uses."""
+    use(monkeypatch, bucket_server)
+    yield bucket_server
+    _bucket.cache_clear()
+
+
+@pytest.fixture
+def s3(moto: dict[str, S3], monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
+    use(monkeypatch, moto["s3"])
+    yield moto["s3"]
+    _bucket.cache_clear()
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ import random
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,26 +14,12 @@ import pytest
 
 from checkpoint_job import Job, same, uninterrupted
 from cluster import ANYWHERE, ServerProcess, server_processes
-from object_stores import BUCKET, S3, running_moto, use
-from satrap.storage.open_folder import _bucket
+from object_stores import BUCKET, S3
 from waiting import DEADLINE_SECONDS, wait_until
 
 ROOT = f"s3://{BUCKET}"
 SCRIPT = Path(__file__).parents[1] / "support/checkpoint_job.py"
 STEPS, KILLS = 8, 4
-
-
-@pytest.fixture(scope="module")
-def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
-    with running_moto(tmp_path_factory.mktemp("moto")) as stores:
-        yield stores["s3"]
-
-
-@pytest.fixture
-def s3(moto: S3, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
-    use(monkeypatch, moto)
-    yield moto
-    _bucket.cache_clear()
 
 
 class Trainer:

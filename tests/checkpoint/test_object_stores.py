@@ -12,7 +12,6 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,51 +22,21 @@ import pytest
 from checkpoint_job import NUM_IDS, Job, same
 from cluster import ANYWHERE, running_servers, server_processes
 from logged import logged
-from object_stores import BUCKET, S3, Azure, ObjectStore, running_azurite, running_moto, use
+from object_stores import BUCKET, S3, SCHEMES, ObjectStore, use
 from satrap import Deployment, Reader
 from satrap.checkpoint.run_owner import OWNER
 from satrap.errors import ChangesError, CheckpointError, ConfigError, SnapshotError
 from satrap.storage.object_folder import ObjectFolder
-from satrap.storage.open_folder import _bucket, open_folder
+from satrap.storage.open_folder import open_folder
 from waiting import DEADLINE_SECONDS
 
 ROOT = f"s3://{BUCKET}"
-SCHEMES = ("s3", "gs", "az")
 IDS = np.arange(NUM_IDS, dtype=np.uint64)
 
 
-@pytest.fixture(scope="module")
-def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, S3]]:
-    with running_moto(tmp_path_factory.mktemp("moto")) as stores:
-        yield stores
-
-
-@pytest.fixture(scope="module")
-def azurite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Azure]]:
-    with running_azurite(tmp_path_factory.mktemp("azurite")) as stores:
-        yield stores
-
-
-@pytest.fixture(scope="module", params=SCHEMES)
-def server(request: pytest.FixtureRequest) -> ObjectStore:
-    fixture = {"s3": "moto", "gs": "moto", "az": "azurite"}[request.param]
-    stores: dict[str, ObjectStore] = request.getfixturevalue(fixture)
-    return stores[request.param]
-
-
 @pytest.fixture
-def store(server: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectStore]:
-    """One store of each kind."""
-    use(monkeypatch, server)
-    yield server
-    _bucket.cache_clear()
-
-
-@pytest.fixture
-def s3(moto: dict[str, S3], monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
-    use(monkeypatch, moto["s3"])
-    yield moto["s3"]
-    _bucket.cache_clear()
+def store(object_store: ObjectStore) -> ObjectStore:
+    return object_store
 
 
 def permitted(store: ObjectStore) -> tuple[str, list[str]]:
@@ -274,9 +243,9 @@ def test_servers_write_their_parts_while_rows_are_trained(
 
 
 @pytest.mark.parametrize(
-    ("server", "beside"),
+    ("bucket_server", "beside"),
     [("s3", ()), *((scheme, ("{}", "beside")) for scheme in SCHEMES)],
-    indirect=["server"],
+    indirect=["bucket_server"],
 )
 def test_a_trainer_that_is_killed_during_a_save_leaves_a_version_that_is_swept(
     store: ObjectStore, tmp_path: Path, beside: tuple[str, ...]

@@ -375,12 +375,12 @@ def test_globs_folders_and_lists(tmp_path: Path) -> None:
         (tmp_path / "none.csv", "none.csv: there is no such file or folder"),
         (tmp_path / "empty", "empty: the folder holds no file"),
         (f"{tmp_path}/*.txt", r"\*.txt: the glob matches no file"),
-        ("nowhere://x", "nowhere://x: its filesystem cannot be reached"),
     ):
         with pytest.raises(SourceError, match=message):
             CSV(path).batches(["a"])
     wrong: list[tuple[Any, str]] = [
         ([], "path is an empty list"),
+        ("nowhere://x", "nowhere://x cannot be opened: Protocol not known: nowhere; correct the URL, or install what"),
         ("s3:///", "path is 's3:///', which names no bucket; expected e.g. 's3://bucket/run'"),
         (3, r"path is 3 \(int\); expected a file, a folder, a glob or a URL"),
         ("", "path is ''"),

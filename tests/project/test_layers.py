@@ -36,7 +36,7 @@ ARROWS: dict[str, str] = {
     "storage": "config",
     "table": "config storage table.snapshot",
     "table.snapshot": "config storage table",
-    "data": "config monitor",
+    "data": "config monitor storage",
     "server": "config rpc monitor sharding storage table table.snapshot server.migration",
     "server.migration": "config rpc monitor sharding table server",
     "worker": "config rpc sharding storage table table.snapshot data server",
@@ -76,7 +76,7 @@ OUTSIDE: dict[str, str | None] = {
     "torch": "device train models nn checkpoint serving launch.trainer_main cli.doctor monitor.sinks "
     "planning.calibration",
     "safetensors": "checkpoint.state_dict_file",
-    "fsspec": "storage.fsspec_store data.file_source",
+    "fsspec": "storage.fsspec_store",
     "obstore": "storage.obstore_store",
     "zmq": "rpc",
     "ray": "launch.ray_launcher",

@@ -81,8 +81,8 @@ class HostileFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
             raise FileNotFoundError(path)
         return self.store.objects[path][start:end]
 
-    def size(self, path: str) -> int:
-        return len(self.cat_file(path))
+    def info(self, path: str, **_: Any) -> dict[str, Any]:
+        return {"name": path, "size": len(self.cat_file(path)), "type": "file"}
 
     def _open(self, path: str, mode: str = "rb", **_: Any) -> HostileFile:
         assert mode == "wb"
@@ -120,7 +120,7 @@ class HostileFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise NotImplementedError("there is no such operation here")
 
-    mv = move = cp_file = copy = glob = expand_path = rm = put = put_file = get = get_file = exists = info = _refuse
+    mv = move = cp_file = copy = glob = expand_path = rm = put = put_file = get = get_file = exists = _refuse
 
     def _require_folder(self, path: str) -> None:
         if self.store.requires_folders and path.rpartition("/")[0] not in self.store.folders:

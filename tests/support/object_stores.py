@@ -28,7 +28,7 @@ import pytest
 from satrap.storage.open_folder import _bucket
 from waiting import wait_until
 
-BUCKET = "bucket"
+BUCKET, SCHEMES = "bucket", ("s3", "gs", "az")
 AZURITE = "azurite-blob"
 _ACCOUNT = "devstoreaccount1"
 _KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="  # Azurite's own

@@ -260,7 +260,7 @@ class _LineSplitter:
             read = self._stream.read(size - len(self._buffer))
             if not read:
                 return False
-            self._buffer = self._buffer + read if self._buffer else read
+            self._buffer += read
         return True
 
 

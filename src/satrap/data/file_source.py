@@ -1,12 +1,11 @@
 """Files of a source on any filesystem: resolves paths, globs, folders and URLs to a list of files to open.
 
-A path without a filesystem is local, or a URL: pyarrow opens URLs of s3, gs, hdfs and abfs, fsspec all
-others. A folder stands for every file in it, at any depth, except names that begin with "." or "_", which other
-tools use for files without data. The files of a folder or glob are in the order of their paths. pyarrow releases the
-GIL while its own filesystems read; reads from fsspec request ranges of bytes, so threads share no cursor.
+A path without a filesystem is local, or a URL, which `satrap.storage` opens as it opens those of checkpoints. A folder
+stands for every file in it, at any depth, except names that begin with "." or "_", which other tools use for files
+without data. The files of a folder or glob are in the order of their paths. pyarrow reads local files, and those of a
+filesystem of pyarrow.fs, which it does without the GIL.
 """
 
-import io
 import os
 import re
 from abc import ABC, abstractmethod
@@ -22,10 +21,11 @@ from satrap.config.optional_deps import pyarrow_for
 from satrap.config.path_allowlist import PathAllowlist
 from satrap.config.validation import describe
 from satrap.errors import ConfigError, SatrapError, SourceError
+from satrap.storage.object_folder import ObjectFile, ObjectFolder, ObjectStore
+from satrap.storage.open_folder import open_store
 
 _NULL_PARTITION = "__HIVE_DEFAULT_PARTITION__"
 _TEXT_NAME = re.compile(r"\.(?:([ct]sv)|jsonl?|ndjson)(?:\.(?:gz|bz2|zst|lz4))?$", re.IGNORECASE)
-_OWN_SCHEMES = {"s3", "gs", "gcs", "hdfs", "viewfs", "abfs", "abfss"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +80,10 @@ def errors_naming(where: str, remedy: str = "write it again") -> Iterator[None]:
     except SatrapError:
         raise
     except (arrow.ArrowException, OSError, EOFError, ValueError, LookupError, ArithmeticError, MemoryError) as error:
-        cause = str(error) or type(error).__name__
-        raise SourceError(
-            f"{where}: cannot be read ({cause}); it is incomplete, damaged, or of another format: {remedy}"
-        ) from error
+        cause = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        is_stored = getattr(error, "filename", None) is not None  # the error is that of an object store
+        damage = "" if is_stored else f"; it is incomplete, damaged, or of another format: {remedy}"
+        raise SourceError(f"{where}: cannot be read ({cause}){damage}") from error
 
 
 class Storage(ABC):
@@ -107,10 +107,18 @@ class Storage(ABC):
         """Open the file as a pyarrow file with random access."""
 
 
+@dataclass(frozen=True, slots=True)
+class PermittedFiles:
+    """A filesystem for a source: the files that its paths and URLs name, as far as they are permitted."""
+
+    permitted: PathAllowlist
+
+
 class _ArrowStorage(Storage):
-    def __init__(self, filesystem: Any, prefix: str) -> None:
-        self._filesystem = filesystem
-        self.prefix = prefix
+    prefix = ""
+
+    def __init__(self, filesystem: Any, permitted: PathAllowlist | None = None) -> None:
+        self._filesystem, self._permitted = filesystem, permitted
         self.is_local = isinstance(filesystem, pyarrow_for("reading files").fs.LocalFileSystem)
 
     def stat(self, path: str) -> int | None:
@@ -130,89 +138,45 @@ class _ArrowStorage(Storage):
         return [(info.path, int(info.size)) for info in infos if info.type == FileType.File]
 
     def open(self, path: str, size: int, mapped: bool) -> Any:
+        if self._permitted is not None:  # checked again, since a file of a folder or glob may link to elsewhere
+            self._permitted.require(path)
         arrow = pyarrow_for("reading files")
         if mapped and size > 0 and self.is_local:
             return arrow.memory_map(path)
         return self._filesystem.open_input_file(path)
 
 
-class _FsspecStorage(Storage):
-    def __init__(self, filesystem: Any, prefix: str) -> None:
-        self._filesystem = filesystem
+class _ObjectStorage(Storage):
+    """An object store, or any file system of fsspec."""
+
+    def __init__(self, store: ObjectStore, prefix: str) -> None:
+        self._root = ObjectFolder(store, "", prefix.rstrip("/"))
         self.prefix = prefix
 
     def stat(self, path: str) -> int | None:
-        if not self._filesystem.exists(path):
-            return None
-        info = self._filesystem.info(path)
-        return int(info["size"]) if info["type"] == "file" else -1
+        try:
+            return self._root.size(path) if path else -1
+        except IsADirectoryError:
+            return -1
+        except (FileNotFoundError, PermissionError) as error:
+            names = (self._root / path).names()  # a refusal of this, unlike that of a size, comes with a text
+            if isinstance(error, PermissionError):
+                raise
+            return -1 if names else None
 
     def find(self, folder: str) -> list[tuple[str, int]]:
-        if not self._filesystem.exists(folder):
-            return []
-        sizes = self._filesystem.find(folder, detail=True)
-        return [(path, int(info["size"])) for path, info in sizes.items()]
+        below = f"{folder}/" if folder.strip("/") else folder
+        sizes = (self._root / folder).sizes()
+        # An empty object "a/", by which some tools mark a folder, is listed as "a", and is none when it is opened.
+        folders = {"", *(str(parent) for key in sizes for parent in PurePosixPath(key).parents)}
+        return [
+            (below + key, size)
+            for key, size in sizes.items()
+            if size or (key not in folders and self.stat(below + key) == 0)
+        ]
 
-    def open(self, path: str, size: int, mapped: bool) -> Any:
-        arrow = pyarrow_for("reading files")
-        return arrow.PythonFile(_RangeReadFile(self._filesystem, path, size), mode="r")
-
-
-class _RangeReadFile(io.RawIOBase):
-    """A file of an fsspec filesystem with its own cursor; some filesystems return one shared file for a path."""
-
-    def __init__(self, filesystem: Any, path: str, size: int) -> None:
-        self._filesystem, self._path, self._size, self._cursor = filesystem, path, size, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._cursor, io.SEEK_END: self._size}[whence]
-        self._cursor = base + offset
-        return self._cursor
-
-    def tell(self) -> int:
-        return self._cursor
-
-    def size(self) -> int:
-        return self._size
-
-    def read(self, size: int | None = -1) -> bytes:
-        end = self._size if size is None or size < 0 else min(self._size, self._cursor + size)
-        if end <= self._cursor:
-            return b""
-        data = bytes(self._filesystem.cat_file(self._path, start=self._cursor, end=end))
-        self._cursor += len(data)
-        return data
-
-
-@dataclass(frozen=True, slots=True)
-class PermittedFiles:
-    """A filesystem for a source: the files that its paths and URLs name, as far as they are permitted."""
-
-    permitted: PathAllowlist
-
-
-class _PermittedStorage(Storage):
-    """A storage that checks every file again when it is opened: a file of a folder or glob may link to elsewhere."""
-
-    def __init__(self, storage: Storage, permitted: PathAllowlist) -> None:
-        self._storage, self._permitted = storage, permitted
-        self.prefix = storage.prefix
-
-    def stat(self, path: str) -> int | None:
-        return self._storage.stat(path)
-
-    def find(self, folder: str) -> list[tuple[str, int]]:
-        return self._storage.find(folder)
-
-    def open(self, path: str, size: int, mapped: bool) -> Any:
-        self._permitted.require(path)
-        return self._storage.open(path, size, mapped)
+    def open(self, path: str, size: int, mapped: bool) -> ObjectFile:
+        return ObjectFile(self._root, path, size)
 
 
 def files_signature(path: Any, filesystem: Any) -> dict[str, Any]:
@@ -238,7 +202,10 @@ def find_files(path: Any, filesystem: Any = None) -> list[File]:
             raise ConfigError(
                 f"path is {describe(pattern)}; expected a file, a folder, a glob or a URL, or a list of those"
             )
-        files += _expand(os.fsdecode(pattern), filesystem)
+        try:
+            files += _expand(os.fsdecode(pattern), filesystem)
+        except OSError as error:
+            raise SourceError(f"{pattern}: it cannot be reached ({error.strerror or error})") from error
     return files
 
 
@@ -286,7 +253,7 @@ def _pattern(glob: str) -> str:
             out += "[^/]"
         elif char == "[" and "]" in glob[at + 1 :]:
             end = glob.index("]", at + 1)
-            chars = glob[at:end].replace("\\", "\\\\")
+            chars = re.sub(r"[\\[]", r"\\\g<0>", glob[at:end])
             out += f"[{'^' + chars[1:] if chars.startswith('!') else chars}]"
             at = end + 1
         else:
@@ -298,34 +265,22 @@ def _resolve(path: str, filesystem: Any) -> tuple[Storage, str]:
     """Return the storage that holds the path, and the path within it."""
     arrow = pyarrow_for("reading files")
     location = Location.parse(path)
+    permitted: PathAllowlist | None = None
     if isinstance(filesystem, PermittedFiles):
-        filesystem.permitted.require_below(path)
-        storage, inner = _resolve(path, None)
-        return storage if location.is_url else _PermittedStorage(storage, filesystem.permitted), inner
+        filesystem, permitted = None, filesystem.permitted
+        permitted.require_below(path)
+    if isinstance(filesystem, arrow.fs.FileSystem):
+        return _ArrowStorage(filesystem), location.path if "://" in path else path
+    if hasattr(filesystem, "cat_file") and hasattr(filesystem, "find"):
+        from satrap.storage.fsspec_store import FsspecStore
+
+        return _ObjectStorage(FsspecStore(filesystem), ""), filesystem._strip_protocol(path)
     if filesystem is not None:
-        if isinstance(filesystem, arrow.fs.FileSystem):
-            return _ArrowStorage(filesystem, ""), location.path if "://" in path else path
-        if hasattr(filesystem, "cat_file") and hasattr(filesystem, "find"):
-            return _FsspecStorage(filesystem, ""), filesystem._strip_protocol(path)
         raise ConfigError(f"filesystem is {describe(filesystem)}; expected one of pyarrow.fs or fsspec")
     if not location.is_url:
-        return _ArrowStorage(arrow.fs.LocalFileSystem(), ""), location.absolute().path
-    url, scheme = str(location), f"{location.scheme}://"
-    if location.scheme in _OWN_SCHEMES:
-        glob = GLOB_CHARACTER.search(url)
-        base = url if glob is None else url[: glob.start()].rpartition("/")[0]
-        try:
-            native, inner = arrow.fs.FileSystem.from_uri(base)
-            prefix = "" if location.scheme in ("hdfs", "viewfs") else scheme
-            return _ArrowStorage(native, prefix), inner + url[len(base) :]
-        except (arrow.ArrowException, OSError, ValueError) as error:
-            raise SourceError(f"{path}: its filesystem cannot be reached ({error})") from error
-    try:
-        import fsspec
-    except ImportError as error:
-        raise SourceError(f"{path}: {scheme} needs fsspec ({error}): pip install 'satrap[train]'") from error
-    try:
-        other, inner = fsspec.core.url_to_fs(url)
-    except (ImportError, ValueError, OSError) as error:
-        raise SourceError(f"{path}: its filesystem cannot be reached ({error})") from error
-    return _FsspecStorage(other, scheme), inner
+        return _ArrowStorage(arrow.fs.LocalFileSystem(), permitted), location.absolute().path
+    store, inner = open_store(location)
+    url = str(location)
+    # A chain, such as zip://a::s3://b/c, ends with another URL.
+    prefix = url.removesuffix(inner) if url.endswith(inner) else f"{location.scheme}://"
+    return _ObjectStorage(store, prefix if inner else f"{url}/"), inner

@@ -1,4 +1,4 @@
-"""An object store over any file system of fsspec, opened by its URL. Imported only when one is used."""
+"""An object store over any file system of fsspec. Imported only when one is used."""
 
 import errno
 from collections.abc import Callable, Mapping
@@ -12,13 +12,17 @@ from satrap.config.regular_file import require_size
 _PART_BYTES = 8 << 20
 
 
+def open_url(url: str) -> tuple["FsspecStore", str]:
+    """Return the file system of a URL, and the key that the URL names."""
+    files, path = fsspec.core.url_to_fs(url)
+    return FsspecStore(files), str(path).rstrip("/")
+
+
 class FsspecStore:
     """A file system of fsspec. Its keys are the paths that fsspec knows."""
 
-    def __init__(self, url: str) -> None:
-        self._files, path = fsspec.core.url_to_fs(url)
-        self.prefix = str(path).rstrip("/")
-        """The key that the URL names."""
+    def __init__(self, files: Any) -> None:
+        self._files = files
 
     @staticmethod
     def explain(error: Exception) -> tuple[int, str]:
@@ -35,7 +39,10 @@ class FsspecStore:
         return self._files.cat_file(key, start=begin, end=end)
 
     def size(self, key: str) -> int:
-        return int(self._files.size(key))
+        info = self._files.info(key)
+        if info["type"] == "directory":
+            raise IsADirectoryError(errno.EISDIR, "it is a folder", key)
+        return int(info["size"])
 
     def put(self, key: str, data: bytes) -> None:
         self._in_folder(key, lambda: self._files.pipe_file(key, data))

@@ -6,6 +6,7 @@ parts into memory that is used only where something was read.
 """
 
 import errno
+import io
 import mmap
 import secrets
 from collections.abc import Iterator, Mapping
@@ -104,8 +105,12 @@ class ObjectFolder:
             return self._store.get(self._key(key), max_bytes)
 
     def open(self, key: str) -> "ObjectReadable":
+        return ObjectReadable(self, key, self.size(key))
+
+    def size(self, key: str) -> int:
+        """Return the bytes of an object; raise IsADirectoryError for a folder of a system that has folders."""
         with self._errors(key):
-            return ObjectReadable(self, key, self._store.size(self._key(key)))
+            return self._store.size(self._key(key))
 
     def get_range(self, key: str, begin: int, end: int) -> Any:
         """Return these bytes of an object."""
@@ -196,6 +201,40 @@ class ObjectReadable:
         first, last = -(-begin // page) * page, end // page * page  # pages that hold other bytes, too, stay
         if first < last:
             self.memory.madvise(mmap.MADV_DONTNEED, first, last - first)
+
+
+class ObjectFile(io.RawIOBase):
+    """An object as a file that pyarrow reads, with a cursor that no other thread uses. Each read is one request."""
+
+    def __init__(self, folder: ObjectFolder, key: str, size: int) -> None:
+        self._folder, self._key, self._size, self._cursor = folder, key, size, 0
+
+    def size(self) -> int:
+        """Return the bytes that the object has now."""
+        return self._folder.size(self._key)
+
+    def read_at(self, size: int, offset: int) -> memoryview:
+        """Return these bytes, or fewer at the end of the file."""
+        end = min(self._size, offset + size)
+        return memoryview(b"" if end <= offset else self._folder.get_range(self._key, offset, end))
+
+    def read(self, size: int | None = -1) -> Any:
+        data = self.read_at(self._size if size is None or size < 0 else size, self._cursor)
+        self._cursor += len(data)
+        return data
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._cursor = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._cursor, io.SEEK_END: self._size}[whence]
+        return self._cursor
+
+    def tell(self) -> int:
+        return self._cursor
 
 
 class _NamedWriter:

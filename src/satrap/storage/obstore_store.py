@@ -24,6 +24,11 @@ _LONGEST_MESSAGE = 400
 _SAID = re.compile(r"<Code>(.*?)</Code>.*?<Message>(.*?)</Message>", re.DOTALL)
 _REQUEST = re.compile(r"performing (\w+) (\S+) in")
 _NO_BUCKET = re.compile("NoSuchBucket|ContainerNotFound")
+_HINTS = {
+    "incorrectly configured region": "; set AWS_REGION to the region of the bucket",
+    "/latest/api/token |/computeMetadata/|/metadata/identity/": "; the environment of this process has no credentials",
+}
+"""What to do about some messages of obstore, by a pattern in them."""
 _QUERY = re.compile(r"\?\S+")
 
 
@@ -33,7 +38,8 @@ def _message(error: Exception) -> str:
     text = str(error).partition("Debug source:")[0]
     said, request = _SAID.search(text), _REQUEST.search(text)
     if said is None:
-        return " ".join(_QUERY.sub("", text).split())[:_LONGEST_MESSAGE]
+        hints = [hint for pattern, hint in _HINTS.items() if re.search(pattern, text)]
+        return "".join([" ".join(_QUERY.sub("", text).split())[:_LONGEST_MESSAGE], *hints])
     return f"{said[1]}: {' '.join(said[2].split())}" + (
         "" if request is None else f" ({request[1]} {_QUERY.sub('', request[2])})"
     )

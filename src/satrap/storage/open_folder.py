@@ -1,4 +1,4 @@
-"""Opens a folder by its path or URL."""
+"""Opens folders by their paths or URLs, and the stores that URLs name."""
 
 import os
 from functools import lru_cache
@@ -9,9 +9,9 @@ from satrap.config.location import Location
 from satrap.errors import ConfigError
 from satrap.storage.folder import Folder
 from satrap.storage.local_folder import LocalFolder
-from satrap.storage.object_folder import ObjectFolder
+from satrap.storage.object_folder import ObjectFolder, ObjectStore
 
-_OBSTORE_SCHEMES = {"s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss"}
+_OBSTORE_SCHEMES = {"s3", "s3a", "gs", "gcs", "az", "azure", "adl", "abfs", "abfss"}
 
 
 def open_folder(path: str | os.PathLike[str], what: str = "path") -> Folder:
@@ -20,7 +20,9 @@ def open_folder(path: str | os.PathLike[str], what: str = "path") -> Folder:
     if isinstance(path, LocalFolder | ObjectFolder):
         return path
     location = Location.parse(path, what)
-    return _object_folder(location, is_patient=True) if location.is_url else LocalFolder(Path(location.path))
+    if not location.is_url:
+        return LocalFolder(Path(location.path))
+    return ObjectFolder(*open_store(location), str(location))
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
@@ -34,16 +36,26 @@ def require_usable(path: str | os.PathLike[str]) -> None:
     folder on a disk is not accessed."""
     location = Location.parse(path)
     if location.is_url:
-        _object_folder(location, is_patient=False).probe()
+        ObjectFolder(*open_store(location, is_patient=False), str(location)).probe()
 
 
-def _object_folder(location: Location, *, is_patient: bool) -> ObjectFolder:
+def open_store(location: Location, *, is_patient: bool = True) -> tuple[ObjectStore, str]:
+    """Return the store that has what a URL names, and the key there, without accessing it yet.
+
+    is_patient: whether to repeat requests for as long as a store may be disturbed; else for some seconds.
+    """
     scheme, url = location.scheme, str(location)
     if scheme in _OBSTORE_SCHEMES and "::" not in url:
-        bucket, _, prefix = location.path.partition("/")
-        return ObjectFolder(_bucket(f"{scheme}://{bucket}", is_patient), prefix, url)
-    store = _file_system(url)
-    return ObjectFolder(store, store.prefix, url)
+        bucket, _, key = location.path.partition("/")
+        return _bucket(f"{'gs' if scheme == 'gcs' else scheme}://{bucket}", is_patient), key
+    try:
+        from satrap.storage.fsspec_store import open_url
+
+        return open_url(url)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(
+            f"{url} cannot be opened: {error}; correct the URL, or install what its scheme needs"
+        ) from error
 
 
 @lru_cache(maxsize=16)
@@ -58,15 +70,4 @@ def _bucket(url: str, is_patient: bool) -> Any:
     except Exception as error:
         raise ConfigError(
             f"{url} cannot be opened: {ObstoreStore.explain(error)[1]}; expected e.g. s3://bucket/run"
-        ) from error
-
-
-def _file_system(url: str) -> Any:
-    try:
-        from satrap.storage.fsspec_store import FsspecStore
-
-        return FsspecStore(url)
-    except (ImportError, ValueError) as error:
-        raise ConfigError(
-            f"{url} cannot be opened: {error}; correct the URL, or install what its scheme needs"
         ) from error

@@ -26,7 +26,9 @@ _REQUEST = re.compile(r"performing (\w+) (\S+) in")
 _NO_BUCKET = re.compile("NoSuchBucket|ContainerNotFound")
 _HINTS = {
     "incorrectly configured region": "; set AWS_REGION to the region of the bucket",
-    "/latest/api/token |/computeMetadata/|/metadata/identity/": "; the environment of this process has no credentials",
+    "/latest/api/token ": "; the environment of this process has no credentials: `eval $(aws configure "
+    "export-credentials --format env)` takes those of a profile",
+    "/computeMetadata/|/metadata/identity/": "; the environment of this process has no credentials",
 }
 """What to do about some messages of obstore, by a pattern in them."""
 _QUERY = re.compile(r"\?\S+")

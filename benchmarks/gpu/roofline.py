@@ -34,7 +34,7 @@ PLACED = 183 + 14
 """Of an int32 id, until it has a row (`DirectIds.of`) and a frame (`DirectRows._find_frames`)."""
 SORTED = ID + FLOAT + 4 * 2 * (FLOAT + ID)
 """Of an id in the sort by row: its place is written, one pass counts, and four passes of 8 bits move row and place."""
-GROUPED, GROUPED_ROW = 159 + 36, 2 * ID
+GROUPED, GROUPED_ROW = 161 + 36, 2 * ID
 """Of an id, and of a distinct one beside that, for the runs (`RowRuns.of`) and the places of its gradients."""
 NOTED, HEADS, SECTOR = 82 + 172, 4 + 3, 32
 """Of an id for the stamps, versions and counters of lookup and update (`DirectHeads`), and how often they read or write

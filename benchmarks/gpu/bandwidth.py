@@ -141,7 +141,7 @@ class Bandwidth:
             require_same(what, found, expected)
         row_bytes = DIM * DTYPES[dtype].itemsize + state_dim * FLOAT
         moved = len(frames) * (DIM + 1) * FLOAT + len(lengths) * (2 * row_bytes + 3 * FLOAT)
-        others = {"gradients": len(frames), "runs": len(lengths), "longest": int(lengths.max())}
+        others: dict[str, Any] = {"gradients": len(frames), "runs": len(lengths), "longest": int(lengths.max())}
         if ids == COLUMN:
             runs = draw_runs(rng, frames_of("uniform").cpu().numpy(), dtype)
             without = partial(self.kernels.update, values, state, runs, gradients, how)

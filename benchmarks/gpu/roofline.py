@@ -31,20 +31,20 @@ PRODUCTS = 3
 CORES = 16
 CLASSES = {"H200": CLASS, "H100": "H100 80GB HBM3"}
 PLACED = 183 + 14
-"""Of an int32 id, until it has a row (`DirectIds.of`) and a frame (`DirectRows._find_frames`)."""
+"""Bytes of an int32 id, until it has a row (`DirectIds.of`) and a frame (`DirectRows._find_frames`)."""
 SORTED = ID + FLOAT + 4 * 2 * (FLOAT + ID)
-"""Of an id in the sort by row: its place is written, one pass counts, and four passes of 8 bits move row and place."""
+"""Bytes of an id in the sort: its place is written, one pass counts, four passes of 8 bits move row and place."""
 GROUPED, GROUPED_ROW = 161 + 36, 2 * ID
-"""Of an id, and of a distinct one beside that, for the runs (`RowRuns.of`) and the places of its gradients."""
+"""Bytes of an id, and of a distinct one beside that, for the runs (`RowRuns.of`) and the places of its gradients."""
 NOTED, HEADS, SECTOR = 82 + 172, 4 + 3, 32
-"""Of an id for the stamps, versions and counters of lookup and update (`DirectHeads`), and how often they read or write
-a number of a row: scattered ones, so that each moves a sector."""
+"""Bytes of an id for the stamps, versions and counters of lookup and update (`DirectHeads`), and how often they read or
+write a number of a row: scattered ones, so that each moves a sector."""
 STEPPED = 66 + 28
-"""Of an id, for the frames and flags of the runs (`DirectEngine.step`), and by kernels, which read empty runs too."""
+"""Bytes of an id for the frames and flags of the runs (`DirectEngine.step`), and in kernels, for empty runs too."""
 KEYED = 560 + ID
-"""Of an id of a table in 16 bits, for the key from which its row's rounding is drawn."""
+"""Bytes of an id of a table in 16 bits, for the key from which its row's rounding is drawn."""
 HOST_SECONDS = 0.9e-3
-"""Of one thread for a step with `num_rows`, without the time to launch 125 operations: see the log, 2026-11-28."""
+"""Time of one thread for a step with `num_rows`, without that to launch 125 operations: see the log, 2026-11-28."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,9 @@ exchange       change places of rows on the device with rows at home; here home 
                the kernel's limit is that memory
 to_home        the same with home in pinned memory of the host, whose limit is the bus
 
+The column of three values is one of 26 features of a batch: its runs have 21,845 gradients, while those of the others
+have one or two. `without_column_ms` is the update of the same batch where this feature is drawn like the others.
+
 Values are random, and what the first call returns is compared with the reference. A share above 1 is possible: hot rows
 of Zipf's ids are read from the cache.
 """
@@ -40,6 +43,8 @@ from satrap.device.runs import RowUpdate
 from satrap.table.engine import native_config
 
 FLOAT, COMPARED_RUNS = 4, 512
+COLUMN = "a column of three values"
+"""Ids of which those of the first feature are three."""
 
 
 class DeviceHome(HomeMemory):
@@ -63,6 +68,7 @@ class Bandwidth:
             "to_home/float32",
             "pool/float32/zipf",
             "update/SGD/float32/zipf",
+            f"update/SGD/float32/{COLUMN}",
             "pool/float16/uniform",
             "update/SGD/float16/uniform",
             "update/RowWiseAdagrad/float32/zipf",
@@ -75,10 +81,12 @@ class Bandwidth:
         self.copy = self.copy or bandwidths()
         kernel, *form = name.split("/")
         call, num_bytes, others = getattr(self, f"_{kernel}")(*form)
-        rate = num_bytes / seconds_of(call, sizes().num_calls) / 1e9
+        seconds = seconds_of(call, sizes().num_calls)
+        rate = num_bytes / seconds / 1e9
         limit = "bus" if kernel == "to_home" else "copy"
         return {
             "gb_per_s": round(rate, 2),
+            "ms": round(1e3 * seconds, 4),
             f"share_of_{limit}": round(rate / self.copy[f"{limit}_gb_per_s"], 3),
             f"{limit}_gb_per_s": self.copy[f"{limit}_gb_per_s"],
             **others,
@@ -133,7 +141,12 @@ class Bandwidth:
             require_same(what, found, expected)
         row_bytes = DIM * DTYPES[dtype].itemsize + state_dim * FLOAT
         moved = len(frames) * (DIM + 1) * FLOAT + len(lengths) * (2 * row_bytes + 3 * FLOAT)
-        return call, moved, {"gradients": len(frames), "runs": len(lengths), "longest": int(lengths.max())}
+        others: dict[str, Any] = {"gradients": len(frames), "runs": len(lengths), "longest": int(lengths.max())}
+        if ids == COLUMN:
+            runs = draw_runs(rng, frames_of("uniform").cpu().numpy(), dtype)
+            without = partial(self.kernels.update, values, state, runs, gradients, how)
+            others["without_column_ms"] = round(1e3 * seconds_of(without, sizes().num_calls), 4)
+        return call, moved, others
 
     def _exchange(self, dtype: str) -> tuple[Callable[[], object], int, dict[str, Any]]:
         return self._moves(dtype, DeviceHome(RowLayout(dtype, DIM, 0), device()), 4)
@@ -162,8 +175,15 @@ class Bandwidth:
 
     def _rows(self, dtype: str, ids: str) -> tuple[Tensor, Tensor]:
         """Return random values of all rows, and the frames of a batch."""
-        numbers = row_numbers(sizes().rows, ids, 1, 0, sizes().samples)[0]
-        return random_values(dtype, sizes().rows), torch.from_numpy(numbers.astype(np.int32)).to(device())
+        return random_values(dtype, sizes().rows), frames_of(ids)
+
+
+def frames_of(ids: str) -> Tensor:
+    """Return the frames of a batch."""
+    numbers = row_numbers(sizes().rows, "uniform" if ids == COLUMN else ids, 1, 0, sizes().samples)[0]
+    if ids == COLUMN:
+        numbers[: sizes().samples] %= 3
+    return torch.from_numpy(numbers.astype(np.int32)).to(device())
 
 
 def require_other(before: Tensor, after: Tensor, frames: Tensor) -> None:

@@ -21,6 +21,8 @@ from typing import Any
 SHOWN = (
     ("samples_per_s", "{:,} samples/s"),
     ("range", "{}"),
+    ("ms", "{} ms"),
+    ("without_column_ms", "{} ms without the column"),
     ("gb_per_s", "{:,} GB/s"),
     ("share_of_copy", "{} of a copy"),
     ("share_of_bus", "{} of the bus"),

@@ -2,14 +2,16 @@
 
 Counted are the bytes that the kernels must move, and for the dense network six passes over each activation: written
 once and read twice, and so is its gradient. Fused kernels move less, and caches hide some, so a limit is an estimate of
-what is possible and no promise. `python -m benchmarks.gpu.roofline FILE` prints the table of
-docs/internals/004-device.md from the records of `benchmarks.store --case resolve` in a file.
+what is possible and no promise. `python -m benchmarks.gpu.roofline FILE` prints the tables of
+docs/internals/004-device.md, that of hashed tables from the records of `benchmarks.store --case resolve` in a file.
+Those of tables with `num_rows` need no record: the host does nothing for an id. Of these, each call of torch is taken
+to read its operands from memory and to write its result there, though most lists of a batch would fit the cache.
 """
 
 import json
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,22 @@ ACTIVATION_PASSES = 6
 PRODUCTS = 3
 """Products of each layer: forward, and the gradients of its input and of its weights."""
 CORES = 16
+CLASSES = {"H200": CLASS, "H100": "H100 80GB HBM3"}
+PLACED = 183 + 14
+"""Bytes of an int32 id, until it has a row (`DirectIds.of`) and a frame (`DirectRows._find_frames`)."""
+SORTED = ID + FLOAT + 4 * 2 * (FLOAT + ID)
+"""Bytes of an id in the sort: its place is written, one pass counts, four passes of 8 bits move row and place."""
+GROUPED, GROUPED_ROW = 161 + 36, 2 * ID
+"""Bytes of an id, and of a distinct one beside that, for the runs (`RowRuns.of`) and the places of its gradients."""
+NOTED, HEADS, SECTOR = 82 + 172, 4 + 3, 32
+"""Bytes of an id for the stamps, versions and counters of lookup and update (`DirectHeads`), and how often they read or
+write a number of a row: scattered ones, so that each moves a sector."""
+STEPPED = 66 + 28
+"""Bytes of an id for the frames and flags of the runs (`DirectEngine.step`), and in kernels, for empty runs too."""
+KEYED = 560 + ID
+"""Bytes of an id of a table in 16 bits, for the key from which its row's rounding is drawn."""
+HOST_SECONDS = 0.9e-3
+"""Time of one thread for a step with `num_rows`, without that to launch 125 operations: see the log, 2026-11-28."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +100,32 @@ def sample_of(
     )
 
 
+def direct_parts(
+    dim: int, unique: float, *, value_bytes: int = FLOAT, output_bytes: int = FLOAT, num_rows: int = NUM_FEATURES
+) -> dict[str, float]:
+    """Return the bytes that a sample moves in the device's memory for rows of tables with `num_rows`, by part of the
+    step. Gradients that are not finite are skipped in the update, so no pass looks for them."""
+    row, line = dim * value_bytes, dim * output_bytes
+    keyed = KEYED if value_bytes < FLOAT else 0
+    return {
+        "ids placed and sorted": num_rows * (PLACED + SORTED),
+        "runs": num_rows * (GROUPED + keyed) + unique * GROUPED_ROW,
+        "stamps, versions, counters": num_rows * NOTED + unique * HEADS * SECTOR,
+        "rows pooled": num_rows * (row + line + PLACE),
+        "rows updated": num_rows * (line + PLACE + STEPPED) + unique * 2 * row,
+    }
+
+
+def direct_sample_of(
+    dim: int, unique: float, *, is_half: bool, value_bytes: int = FLOAT, output_bytes: int = FLOAT
+) -> Sample:
+    """Return what a sample takes of tables with `num_rows`: of the host nothing but its share of a step."""
+    parts = direct_parts(dim, unique, value_bytes=value_bytes, output_bytes=output_bytes)
+    hashed = sample_of(dim, unique, is_half=is_half, output_bytes=output_bytes)
+    bus = NUM_FEATURES * FLOAT + (NUM_DENSE + 1) * FLOAT
+    return replace(hashed, rows_bytes=sum(parts.values()), bus_bytes=bus, ids=0)
+
+
 def _dense(dim: int, num_rows: int) -> tuple[int, int]:
     """Return the multiplications of the dense network forward, and the numbers that its layers write."""
     vectors = num_rows + 1
@@ -96,6 +140,11 @@ def limits(sample: Sample, rates: Mapping[str, float | None]) -> dict[str, float
     where it is unknown."""
     needed = {"memory": sample.memory_bytes, "bus": sample.bus_bytes, "host": sample.ids, "flops": sample.flops}
     return {name: rate / needed[name] for name, rate in rates.items() if rate}
+
+
+def in_turn(limits: Iterable[float]) -> float:
+    """Return the samples/s if nothing overlaps: each resource waits for the others."""
+    return 1 / sum(1 / limit for limit in limits)
 
 
 def of_host(resolve: float, update: float) -> float:
@@ -147,6 +196,32 @@ def table(sheet: DataSheet, cores: Mapping[str, tuple[float, float]]) -> list[st
     return [*heads, *(f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items())]
 
 
+def direct_table(uniques: Mapping[str, float]) -> list[str]:
+    """Return the same table for tables with `num_rows`. uniques: distinct ids of a sample, by distribution."""
+    samples = [direct_sample_of(128, unique, is_half=True) for unique in uniques.values()]
+    sixteen = [direct_sample_of(128, unique, is_half=True, output_bytes=2) for unique in uniques.values()]
+    parts = [direct_parts(128, unique) for unique in uniques.values()]
+    rows = {f"bytes: {name}": [f"{part[name]:,.0f}" for part in parts] for name in parts[0]}
+    rows |= {
+        "bytes: dense network": [f"{sample.dense_bytes:,.0f}" for sample in samples],
+        "bytes: all": [f"{sample.memory_bytes:,.0f}" for sample in samples],
+        "all, with gradients and what is looked up in 16 bits": [f"{sample.memory_bytes:,.0f}" for sample in sixteen],
+        "bytes over the bus": [f"{sample.bus_bytes:,.0f}" for sample in samples],
+        "**limit** of the host, one thread, M samples/s": [f"{LARGE.samples / HOST_SECONDS / 1e6:.0f}"] * len(samples),
+    }
+    for name, sheet in ((name, SHEETS[part]) for name, part in CLASSES.items()):
+        limit = {"memory": sheet.memory_bytes_per_s, "bus": sheet.bus_bytes_per_s, "flops": sheet.flops}
+        permitted = [limits(sample, limit) for sample in samples]
+        alone = [in_turn([*rates.values(), LARGE.samples / HOST_SECONDS]) for rates in permitted]
+        rows[f"**limit** of the memory, {name}"] = [f"{rates['memory'] / 1e6:.1f}" for rates in permitted]
+        rows[f"if nothing overlaps, {name}"] = [f"{rate / 1e6:.1f}" for rate in alone]
+        for wanted, rate in WANTED.items():
+            shares = [f"{rate / rates['memory']:.0%}" for rates in permitted]
+            rows[f"share of the memory's bandwidth for {wanted}, {name}"] = shares
+    heads = [f"| a sample, `num_rows` | {' | '.join(uniques)} |", f"|---|{'---:|' * len(uniques)}"]
+    return [*heads, *(f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items())]
+
+
 def unique_per_sample(ids: str, rows: int = 33_000_000) -> float:
     """Return the distinct ids of a batch, over its samples."""
     numbers = row_numbers(rows, ids, 1, 0, LARGE.samples)[0]
@@ -154,9 +229,10 @@ def unique_per_sample(ids: str, rows: int = 33_000_000) -> float:
 
 
 def main(path: str) -> None:
-    """Print the table from a file of records."""
+    """Print both tables, the first from a file of records."""
     records = [json.loads(line) for line in Path(path).read_text().splitlines()]
-    print("\n".join(table(SHEETS[CLASS], of_cores(records))))
+    cores = of_cores(records)
+    print("\n".join([*table(SHEETS[CLASS], cores), "", *direct_table({ids: unique_per_sample(ids) for ids in cores})]))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@ benchmark.
 26 features of one id, dim 128, SGD, batches of 65,536 samples in host memory, as a loader leaves them. Few batches are
 drawn, and used in turn. A table has the rows of these batches, and as many others as can be inserted in some seconds:
 `rows` of a record. The peer is the same model on one `EmbeddingBag` with sparse gradients, whose rows are those of all
-tables, so that its lookup is fused too.
+tables, so that its lookup is fused too; and with 26 of them, each with a lookup and a step (`torch_bags`). So NVIDIA's
+ablation is repeated: 16 bits, fused tables and compilation, each with and without the others.
 """
 
 import gc
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 import satrap
 from benchmarks.contenders import CAPACITY_SLACK
 from benchmarks.gpu.devices import bandwidths, device, finish, sheet_of, sizes
-from benchmarks.gpu.roofline import BOTTOM, TOP, limits, sample_of
+from benchmarks.gpu.roofline import BOTTOM, TOP, direct_sample_of, limits, sample_of
 from benchmarks.workload import NUM_DENSE, NUM_FEATURES, hashed_ids, row_numbers, rows_per_feature, total_rows
 from satrap.data.inputs import Inputs
 from satrap.device.home_memory import DTYPES
@@ -62,9 +63,14 @@ class Setting:
     """Whether there are as many rows as fit on the device and in memory; `share` follows from it."""
 
     @property
+    def has_torch_rows(self) -> bool:
+        """Whether plain PyTorch has the rows."""
+        return self.contender.startswith("torch")
+
+    @property
     def output_dtype(self) -> Any:
         """The dtype of the rows that the model gets: that of autocast, if it is bfloat16."""
-        return "bfloat16" if self.contender != "torch" and self.precision == "amp-bf16" else "float32"
+        return "bfloat16" if not self.has_torch_rows and self.precision == "amp-bf16" else "float32"
 
     @property
     def name(self) -> str:
@@ -82,12 +88,14 @@ def with_all(setting: Setting) -> list[Setting]:
 def settings() -> list[Setting]:
     """Return all settings of the part, the most important ones first; those that share tables follow one another."""
     base, direct = Setting(), Setting(contender="satrap_direct")
-    compiled = replace(base, compiled=True)
+    compiled, fp32 = replace(base, compiled=True), replace(base, precision="fp32")
     return [
         *with_all(compiled),
         *with_all(base),
         *with_all(replace(compiled, ids="uniform")),
-        *with_all(replace(base, precision="fp32")),
+        *with_all(fp32),
+        *with_all(replace(fp32, compiled=True)),
+        *(replace(way, contender="torch_bags") for way in (base, fp32, compiled, replace(fp32, compiled=True))),
         *with_all(replace(compiled, precision="amp-bf16")),
         replace(compiled, staleness=1),
         replace(compiled, staleness=1, ids="uniform"),
@@ -99,7 +107,7 @@ def settings() -> list[Setting]:
         replace(direct, compiled=True, rows="bfloat16", precision="amp-bf16"),
         replace(compiled, rows="bfloat16", precision="amp-bf16"),
         replace(base, ids="uniform"),
-        replace(base, precision="fp32", ids="uniform"),
+        replace(fp32, ids="uniform"),
     ]
 
 
@@ -204,11 +212,15 @@ class SatrapTables:
 
 
 class TorchTables:
-    """Plain PyTorch on the same device."""
+    """Plain PyTorch on the same device: all rows in one bag, and the same rows in one for each feature."""
 
     def __init__(self, rows: int, *_: Any) -> None:
         self.bag = nn.EmbeddingBag(total_rows(rows), DIM, mode="sum", sparse=True, device=device())
         nn.init.uniform_(self.bag.weight, -RANGE, RANGE)
+        self.bags = [
+            nn.EmbeddingBag.from_pretrained(part, freeze=False, mode="sum", sparse=True)
+            for part in self.bag.weight.detach().split(rows_per_feature(rows))
+        ]
 
     def num_rows(self) -> int:
         """Return how many rows there are."""
@@ -223,11 +235,21 @@ class TorchTables:
         features = satrap.Embeddings({f"c{i}": satrap.Table(f"c{i}", dim=DIM) for i in range(NUM_FEATURES)})
         model = DLRM(NUM_DENSE, features, bottom=BOTTOM, top=TOP).to(device())
         step = Step(model, setting)
-        optimizers = [torch.optim.SGD(part.parameters(), lr=LR) for part in (model, self.bag)]
-        for numbers, dense, labels in cycle(batches):
-            by_sample = np.ascontiguousarray(numbers.reshape(NUM_FEATURES, -1).T).reshape(-1, 1)
-            ids, floats, wanted = (torch.from_numpy(each).to(device()) for each in (by_sample, dense, labels))
-            yield step.run(floats, self.bag(ids).view(len(dense), -1), wanted, optimizers)
+        is_fused = setting.contender == "torch"
+        bags = [self.bag] if is_fused else self.bags
+        optimizers = [torch.optim.SGD(part.parameters(), lr=LR) for part in (model, nn.ModuleList(bags))]
+        prepared = [(self._ids(numbers, is_fused=is_fused), *others) for numbers, *others in batches]
+        for batch in cycle(prepared):
+            ids, dense, labels = (torch.from_numpy(each).to(device()) for each in batch)
+            blocks = [bag(of_bag).view(len(dense), -1) for bag, of_bag in zip(bags, ids, strict=True)]
+            yield step.run(dense, blocks[0] if is_fused else torch.cat(blocks, 1), labels, optimizers)
+
+    def _ids(self, numbers: Any, *, is_fused: bool) -> Any:
+        """Return the ids of each bag: sample after sample, and of one bag for all features their rows in turn."""
+        by_feature = numbers.reshape(NUM_FEATURES, -1)
+        if is_fused:
+            return np.ascontiguousarray(by_feature.T).reshape(1, -1, 1)
+        return (by_feature - np.arange(NUM_FEATURES)[:, None] * self.bags[0].num_embeddings)[:, :, None]
 
 
 @cache
@@ -255,13 +277,14 @@ class Training:
     def tables_of(self, setting: Setting, fill_seconds: float = FILL_SECONDS) -> Any:
         """Return the tables of a setting. The device has those of one setting of each contender at a time."""
         key = (setting.rows, setting.staleness, setting.output_dtype, setting.share, self.rows)
-        held, tables = self._held.get(setting.contender, (None, None))
+        owner = "torch" if setting.has_torch_rows else setting.contender
+        held, tables = self._held.get(owner, (None, None))
         if key != held:
             del tables
-            self.release(setting.contender)
-            kind = TorchTables if setting.contender == "torch" else SatrapTables
+            self.release(owner)
+            kind = TorchTables if setting.has_torch_rows else SatrapTables
             tables = kind(self.rows, self.samples, setting, fill_seconds)
-            self._held[setting.contender] = (key, tables)
+            self._held[owner] = (key, tables)
         return tables
 
     def release(self, contender: str = "satrap") -> None:
@@ -317,14 +340,17 @@ class Training:
         """Return the samples/s that the measured copies permit, and a data sheet's products if there is one."""
         assert self._copy is not None
         numbers = draw_batches(self.rows, setting.ids, self.samples, self.num_batches)[0][0]
-        sample = sample_of(
-            DIM,
-            len(np.unique(numbers)) / self.samples,
-            is_half=setting.precision != "fp32",
-            value_bytes=DTYPES[setting.rows].itemsize,
-            output_bytes=DTYPES[setting.output_dtype].itemsize,
-            is_checked=setting.contender == "satrap" and setting.precision != "amp-fp16",
-        )
+        unique = len(np.unique(numbers)) / self.samples
+        sizes_of: dict[str, Any] = {
+            "is_half": setting.precision != "fp32",
+            "value_bytes": DTYPES[setting.rows].itemsize,
+            "output_bytes": DTYPES[setting.output_dtype].itemsize,
+        }
+        if setting.contender == "satrap_direct":
+            sample = direct_sample_of(DIM, unique, **sizes_of)
+        else:
+            is_checked = setting.contender == "satrap" and setting.precision != "amp-fp16"
+            sample = sample_of(DIM, unique, **sizes_of, is_checked=is_checked)
         sheet = sheet_of(torch.cuda.get_device_name()) if device().type == "cuda" else None
         rates: dict[str, float | None] = {"flops": sheet.flops if sheet else None}
         rates |= {"memory": 1e9 * self._copy["copy_gb_per_s"], "bus": 1e9 * self._copy["bus_gb_per_s"]}

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from benchmarks.gpu import bandwidth, devices, kernels, roofline, training
@@ -22,8 +23,13 @@ from benchmarks.gpu.__main__ import PARTS
 from benchmarks.gpu.child import Job, OutOfTimeError
 from benchmarks.gpu.results import Results
 
+import satrap
 from child_processes import child_process
+from satrap.config.features import Features
+from satrap.data.inputs import Inputs
 from satrap.device import home_memory, reference
+from satrap.device.device_worker import device_worker
+from torch_calls import CountedBytes, IdleKernels
 from waiting import DEADLINE_SECONDS, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -266,6 +272,8 @@ def test_kernels_are_timed_on_values_that_are_verified(job: Job) -> None:
     for item in part.names:
         found = part.measure(item)
         assert found["gb_per_s"] > 0 and max(found.get("share_of_copy", 0), found.get("share_of_bus", 0)) >= 0
+    column = part.measure(f"update/SGD/float32/{bandwidth.COLUMN}")
+    assert column["longest"] >= TINY.samples / 3 and min(column["ms"], column["without_column_ms"]) > 0
     for name, item in (("pool", part.names[0]), ("update", part.names[1]), ("copy_sequence", part.names[-1])):
         part.kernels = broken(name)
         if name == "update":  # only some rows are compared: those of most gradients, and of random runs
@@ -285,11 +293,16 @@ def test_steps_are_trained_in_every_setting(job: Job) -> None:
     assert {each.rows for each in settings} == {"float32", "float16", "bfloat16"}
     assert {each.precision for each in settings} == {"fp32", "amp-fp16", "amp-bf16"}
     assert {(each.compiled, each.staleness) for each in settings} == {(False, 0), (True, 0), (True, 1)}
-    assert {(each.contender, each.ids) for each in settings} == {
+    assert {(setting.contender, setting.ids) for setting in settings} - {("torch_bags", "zipf")} == {
         (name, ids) for name in ("satrap", "satrap_direct", "torch") for ids in ("zipf", "uniform")
     }
+    ways = [(precision, compiled) for precision in ("fp32", "amp-fp16") for compiled in (False, True)]
+    trained = {(setting.contender, setting.precision, setting.compiled) for setting in settings}
+    for name in ("satrap", "satrap_direct", "torch", "torch_bags"):
+        assert {(name, *way) for way in ways} <= trained, "NVIDIA's ablation"
     losses = []
-    wanted = ("satrap/float16", "satrap/float32/amp-bf16", "satrap_direct/float32/amp-bf16", "satrap_direct/float16")
+    wanted = ["satrap/float16", "satrap/float32/amp-bf16", "satrap_direct/float32/amp-bf16", "satrap_direct/float16"]
+    wanted += ["satrap/float32/fp32/compiled", "torch_bags/float32/fp32/eager", "torch_bags/float32/amp-fp16/compiled"]
     others = (next(name for name in part.names if name.startswith(each)) for each in wanted)
     for item in (*part.names[:4], *others):
         found = part.measure(item)
@@ -300,6 +313,23 @@ def test_steps_are_trained_in_every_setting(job: Job) -> None:
     assert all(abs(first - losses[0][0]) < 0.2 for first, _ in losses)
     with pytest.raises(OutOfTimeError, match="s are left, and it needs"):
         training.Steps(replace(job, until=time.monotonic() + 1)).job.require_seconds(2)
+
+
+def test_one_bag_and_a_bag_for_each_feature_train_alike(job: Job) -> None:
+    part, ends = training.Training(job), []
+    one, several = (training.Setting(contender=name, precision="fp32") for name in ("torch", "torch_bags"))
+    tables = part.tables_of(one)
+    before = tables.bag.weight.detach().clone()
+    for setting in (one, several):
+        tables.bag.weight.data.copy_(before)
+        torch.manual_seed(3)
+        steps = part.tables_of(setting).steps(setting, training.draw_batches(TINY.rows, "zipf", TINY.samples))
+        losses = torch.stack([next(steps) for _ in range(6)])
+        ends.append((losses, tables.bag.weight.detach().clone()))
+    (losses, rows), (same_losses, same_rows) = ends
+    torch.testing.assert_close(losses, same_losses)
+    torch.testing.assert_close(rows, same_rows)
+    assert not torch.equal(rows, before)
 
 
 def test_ten_steps_are_profiled(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,6 +395,47 @@ def test_the_roofline_counts_a_sample() -> None:
     assert round(roofline.of_host(52e6, 52e6)) == 1_000_000
 
 
+def test_the_roofline_counts_a_sample_of_tables_with_num_rows() -> None:
+    """By hand: the rows as above, but that nothing checks the gradients, and four bytes of each id over the bus."""
+    parts = roofline.direct_parts(128, 26)
+    assert parts["rows pooled"] == 26 * (512 + 512 + 4)
+    assert parts["ids placed and sorted"] == 26 * (roofline.PLACED + 8 + 4 + 4 * (12 + 12))
+    assert parts["rows updated"] - 26 * (512 + 4 + 2 * 512) == 26 * roofline.STEPPED
+    sample = roofline.direct_sample_of(128, 26, is_half=True)
+    assert sample.rows_bytes == sum(parts.values()) and sample.bus_bytes == 26 * 4 + 14 * 4
+    assert sample.dense_bytes == roofline.sample_of(128, 26, is_half=True).dense_bytes
+    fewer = roofline.direct_sample_of(128, 10, is_half=True)
+    assert sample.rows_bytes - fewer.rows_bytes == 16 * (1024 + 2 * 8 + 7 * 32)
+    assert round(roofline.in_turn([20e6, 20e6, 10e6])) == 5_000_000
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_roofline_counts_what_the_calls_of_a_step_move(dtype: Any) -> None:
+    """Steps that differ in their ids, or in their distinct ones. Kernels, the sort and the copy of ids are left out."""
+    how: dict[str, Any] = {"dim": 4, "dtype": dtype, "num_rows": 500, "on_nonfinite": "skip"}
+    features = Features({f"c{i}": satrap.Table(f"c{i}", optimizer=satrap.SGD(lr=0.1), **how) for i in range(26)})
+    worker: Any = device_worker(features, "cpu")
+    counts = []
+    for samples, distinct in ((200, 200), (400, 400), (400, 1)):
+        summed = torch.ones(26 * samples, dtype=torch.int32)
+        worker.rows._kernels = SimpleNamespace(pool=IdleKernels.pool, update=lambda *_, summed=summed: summed)
+        ids: Any = np.tile(np.arange(samples) % distinct, 26).astype(np.int32)
+        inputs = Inputs(names=features.names, values=ids, batch_size=samples)
+        gradient = torch.ones(samples, 26 * 4)
+        for _ in range(2):  # the first step of a size does more
+            calls: Any = CountedBytes()  # type: ignore[no-untyped-call]
+            with calls:
+                ticket = worker.lookup(inputs).ticket
+                worker.update([ticket], [gradient])
+        counts.append(calls.count)
+    kernels_and_copy = 12 + 8 + 4 + 4 + 4  # runs, those that may be long, two writes of counts; ids
+    by_id = roofline.PLACED + roofline.GROUPED + roofline.NOTED + roofline.STEPPED - kernels_and_copy
+    by_id += roofline.KEYED - 8 if dtype == "bfloat16" else 0
+    by_row = roofline.GROUPED_ROW + roofline.HEADS * 4
+    assert (counts[1] - counts[0]) / (26 * 200) == by_id + by_row
+    assert counts[1] - counts[2] == (26 * 399 - 1) * by_row  # 1: the place that empty runs have in common
+
+
 def test_the_table_of_the_design_note_is_made_from_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The rates of a core are those of the run with most threads."""
 
@@ -384,3 +455,7 @@ def test_the_table_of_the_design_note_is_made_from_records(tmp_path: Path, capsy
     printed = capsys.readouterr().out
     assert "| a sample | zipf | uniform |" in printed and "| of the host, 16 cores | 15.4 | 8.0 |" in printed
     assert "| cores for 9.1 M samples/s | 9.5 | 18.2 |" in printed
+    assert (
+        "| a sample, `num_rows` | zipf | uniform |" in printed
+        and "| bytes: dense network | 131,712 | 131,712 |" in printed
+    )

@@ -152,6 +152,8 @@ class IdEntries(ABC):
         return {}
 
     def masks(self, features: Features) -> tuple[dict[str, Tensor], list[int]]:
+        if all(feature.max_length is None for feature in features.values()):
+            return {}, self.cut_counts()
         lengths = self.bounds(len(features) * self.batch_size).diff().view(len(features), self.batch_size, 1)
         return {
             name: torch.arange(feature.max_length, device=lengths.device) < lengths[number]

@@ -19,7 +19,7 @@ export CTEST_PARALLEL_LEVEL = $(JOBS)
 # Where it is set, as in many images, every process compiles again what it imports: for torch two seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup test core-test python-test fast-test public-models check bench demo .demo-setup docs wheel gpu gpu-wheels format stub reference clean
+.PHONY: setup test core-test python-test fast-test cluster-test public-models check bench demo .demo-setup docs wheel gpu gpu-wheels format stub reference clean
 .DEFAULT_GOAL := setup
 
 # Compiling and installing packages beside each other: neither keeps two cores busy all the time.
@@ -65,13 +65,17 @@ build/triton-3.6.0: | .venv/.tools
 	$(pip) install --no-compile --no-deps --target $@.new triton==3.6.0
 	mv $@.new $@
 
-# First the tests that measure time; then the others beside one another, one more at a time than there are cores since many
-# wait for processes that they killed. Of the slowest, which are marked `draw`, each run draws some; ALL=1 runs all of
-# them. SEED=N repeats a run's random draws.
+# First the tests that measure time; then two groups, the tests that start no process and those that do, `cluster`. In each,
+# tests run beside one another, one more at a time than there are cores since many wait for processes that they killed. Of
+# the slowest, which are marked `draw`, each run draws some; ALL=1 runs all of them. SEED=N repeats a run's random draws.
 drawn := $(if $(ALL),,--draw) $(SEED:%=--seed %)
+beside := $(bin)/python -m pytest -n $$(($(JOBS) + 1)) --dist loadfile --no-loadscope-reorder $(drawn)
+run_fast := $(beside) -m "not alone and not cluster"
+run_clusters := $(beside) -m "not alone and cluster"
 python-test: setup $(older_triton)
 	$(bin)/python -m pytest -m alone $(drawn)
-	$(bin)/python -m pytest -m "not alone" -n $$(($(JOBS) + 1)) --dist loadfile --no-loadscope-reorder $(drawn)
+	$(run_fast)
+	$(run_clusters)
 	$(if $(older_triton),PYTHONPATH="$(CURDIR)/$(older_triton)" $(bin)/python -m pytest tests/device/test_triton.py --draw $(SEED:%=--seed %))
 
 # Published models, which tests/public_models converts: without their dependencies, so that torch stays as it is.
@@ -81,9 +85,12 @@ public-models: setup
 	$(pip) install --no-compile --no-deps --target build/public-models -r .venv/.public-models.txt
 	$(bin)/python -m pytest tests/public_models
 
-# The tests that need no other process, in a few minutes.
+# One group: the first takes a few minutes.
 fast-test: setup
-	$(bin)/python -m pytest -m "not alone and not cluster" -n $$(($(JOBS) + 1)) --dist loadfile --no-loadscope-reorder $(drawn)
+	$(run_fast)
+
+cluster-test: setup
+	$(run_clusters)
 
 # Once with the core as Python loads it, and under sanitizers, ASan + UBSan and TSan: ALL=1 under both, else under one of
 # them that is drawn, since each is another build of the core.

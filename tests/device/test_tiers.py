@@ -251,7 +251,7 @@ def test_memory_that_runs_out_loses_no_row(where: str, monkeypatch: pytest.Monke
     with monkeypatch.context() as patched:
         if where == "exchange":
             patched.setattr(reference, "exchange", fail)
-            for _ in range(2):  # what is owed is not forgotten
+            for _ in range(2):  # pending work is not forgotten
                 with pytest.raises(torch.OutOfMemoryError):
                     workers[1].lookup(new, step=20)
         else:

@@ -257,7 +257,7 @@ def test_a_trainer_that_finished_early_survives_a_failed_save(tmp_path: Path) ->
         "            away.rename(folder / 'checkpoints')\n",
     )
     script.write_text(text.replace("import Checkpoint,", "import Checkpoint, CheckpointError,"))
-    for name in ("loop.py", "lean_torch.py", "async_child.py"):
+    for name in ("loop.py", "lean_torch.py", "ledger_invariants.py", "async_child.py"):
         (tmp_path / name).write_text(JOB.with_name(name).read_text())
     status, _, err = run_to_its_end(tmp_path, script, "--trainers", "2", arguments=(str(tmp_path), "2,16", "4"))
     assert status == 0 and "no checkpoint was saved: " in err, err

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ledger_invariants import run_jobs
 from loop import Net, batches, loss_of, tables, take_step
 from satrap import Checkpoint, CheckpointError, Deployment, Embeddings, Inputs
 
@@ -103,5 +104,4 @@ def dense(model: torch.nn.Module) -> list[list[float]]:
 
 
 if __name__ == "__main__":
-    for line in sys.stdin:
-        main(*json.loads(line))
+    run_jobs(main)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import json
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -21,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import trainer_child
 from contents import PLACE, counted_contents
+from ledger_invariants import run_jobs
 from loop import Net, batches, loss_of, train_step
 from satrap import (
     SGD,
@@ -487,5 +487,4 @@ def main(rank: int, world_size: int, rendezvous: str, job: dict[str, Any]) -> No
 
 
 if __name__ == "__main__":
-    for line in sys.stdin:
-        main(*json.loads(line))
+    run_jobs(main)

@@ -5,7 +5,6 @@ batch that the core refuses; or, with "costs", what steps of tables with `num_ro
 from __future__ import annotations
 
 import json
-import sys
 import time
 from dataclasses import replace
 from functools import partial
@@ -17,6 +16,7 @@ import torch.distributed as dist
 
 import collective_child
 import trainer_child
+from ledger_invariants import run_jobs
 from loop import Net, batches, train_step
 from satrap import Adagrad, Embeddings, Table
 from satrap.config.features import Features
@@ -153,5 +153,4 @@ def main(rank: int, world_size: int, rendezvous: str, job: dict[str, Any]) -> No
 
 
 if __name__ == "__main__":
-    for line in sys.stdin:
-        main(*json.loads(line))
+    run_jobs(main)

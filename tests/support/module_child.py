@@ -4,13 +4,13 @@ the losses of its part of each batch, and the rows, as one line."""
 from __future__ import annotations
 
 import json
-import sys
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from ledger_invariants import run_jobs
 from module_jobs import DIM, NUM_IDS, Scores, batch, loss_of, start_rows, tables
 from satrap import SGD, Deployment, Embeddings, Table, Zeros
 from satrap.nn import Embedding
@@ -97,5 +97,4 @@ def count(rank: int, how: dict[str, Any], deployment: Deployment | None) -> None
 
 
 if __name__ == "__main__":
-    for line in sys.stdin:
-        main(*json.loads(line))
+    run_jobs(main)

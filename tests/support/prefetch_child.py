@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ledger_invariants import run_jobs
 from logged import Records
 from module_jobs import NUM_IDS, Scores, batch, loss_of, start_rows, tables
 from satrap import Checkpoint, Deployment, Embeddings
@@ -102,5 +102,4 @@ def train_prefetched(rank: int, world_size: int, job: dict[str, Any], found: dic
 
 
 if __name__ == "__main__":
-    for line in sys.stdin:
-        main(*json.loads(line))
+    run_jobs(main)

@@ -9,7 +9,6 @@ another one. "dense" is the device of the network, "device" that of the rows.
 """
 
 import json
-import sys
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.parallel import DistributedDataParallel
 
+from ledger_invariants import run_jobs
 from loop import NUM_IDS, Net, batches, counting_tables, loss_of, tables
 from satrap import CSV, Checkpoint, Deployment, Embeddings, IdColumn, Parquet, Validation
 from satrap.errors import SatrapError
@@ -153,5 +153,4 @@ def scaler_of(kind: str | None, device: str = "cpu") -> torch.amp.GradScaler:
 
 
 if __name__ == "__main__":
-    for line in sys.stdin:
-        main(*json.loads(line))
+    run_jobs(main)

@@ -30,7 +30,6 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from interrupts import Interrupts, no_hang, raising
-from ledger_invariants import checked
 from satrap import SGD, Embeddings, Inputs, StreamError, Table, Zeros
 from satrap.train.embeddings import session_of
 
@@ -137,7 +136,7 @@ class BatchLife(RuleBasedStateMachine):
                         return call()
                 except Stop as stop:
                     stop.__traceback__ = None  # it refers to batches
-                self.was_interrupted = True
+                self.was_interrupted = self.source_may_be_interrupted = True
             return call()
 
     def begin(self, accumulate: int, total: int) -> None:
@@ -147,6 +146,7 @@ class BatchLife(RuleBasedStateMachine):
         self.returned: list[Modelled] = []
         self.stepped: set[int] = set()
         self.ended = self.closed = self.was_interrupted = False
+        self.source_may_be_interrupted = False  # by a step, too, which reads ahead where it has few batches
         self.num_unseen = 0
 
         def source() -> Iterator[Inputs]:
@@ -163,7 +163,7 @@ class BatchLife(RuleBasedStateMachine):
         try:
             batch = self.call(lambda: next(self.stream, None), at)
         except StreamError as error:
-            assert self.was_interrupted and "interrupted while its source read" in str(error), error
+            assert self.source_may_be_interrupted and "interrupted while its source read" in str(error), error
             self.num_unseen += 1  # the batch that was about to be returned
             self.close(0)
             return
@@ -271,7 +271,7 @@ class BatchLife(RuleBasedStateMachine):
             self.drop(waiting, "unstepped" if self.ended else "closed")
             self.drop([each for each in self.unsettled() if each.used], "closed")
             self.drop(self.unsettled(), "unused")
-            # A batch that came ahead of its rows, and was never used, may not have begun its step.
+            # A batch that was not used is left to the next stream, unless the stream had dropped it before.
             last_used = max([self.base, *(each.step for each in self.returned if each.used)])
             assert last_used <= self.embeddings.step <= max([last_used, *(each.step for each in self.returned)])
             self.check_lost()
@@ -309,7 +309,6 @@ def test_the_life_of_a_batch() -> None:
     before = logger.level
     logger.setLevel(logging.ERROR)  # a warning is logged when batches are left over
     try:
-        with checked():
-            run_state_machine_as_test(BatchLife, settings=settings(profile, max_examples=profile.max_examples // 3))
+        run_state_machine_as_test(BatchLife, settings=settings(profile, max_examples=profile.max_examples // 3))
     finally:
         logger.setLevel(before)

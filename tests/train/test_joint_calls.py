@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import repeat
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +18,7 @@ from satrap import Inputs
 from satrap.errors import StreamError
 from satrap.train.joint_batches import JointBatches
 from satrap.train.joint_calls import Call, JointCall, require_same
-from waiting import DEADLINE_SECONDS
+from trainer_threads import TrainerThreads
 
 CALLS = st.builds(
     JointCall, st.sampled_from(Call), st.integers(0, 3), st.integers(0, 3), st.tuples(*[st.integers(-1, 9)] * 4)
@@ -40,29 +38,6 @@ def test_calls_differ_by_their_kind_and_batch(calls: list[JointCall]) -> None:
         require_same(calls)
     named = str(found.value).split(". In each")[0]
     assert sum(named.count(what) for what in ("trainer ", "trainers ")) == len(made)
-
-
-class Together:
-    """Exchanges numbers between threads."""
-
-    def __init__(self, num: int) -> None:
-        self._sent: list[list[Sequence[int]]] = [[] for _ in range(num)]
-        self._changed = threading.Condition()
-
-    def of(self, rank: int) -> Callable[..., Callable[[], list[Sequence[int]]]]:
-        def exchange(numbers: Sequence[int], *, patient: bool) -> Callable[[], list[Sequence[int]]]:
-            with self._changed:
-                at = len(self._sent[rank])
-                self._sent[rank].append(numbers)
-                self._changed.notify_all()
-            return partial(self._receive, at)
-
-        return exchange
-
-    def _receive(self, at: int) -> list[Sequence[int]]:
-        with self._changed:
-            assert self._changed.wait_for(lambda: all(len(sent) > at for sent in self._sent), DEADLINE_SECONDS)
-            return [sent[at] for sent in self._sent]
 
 
 def make_calls(joint: JointBatches, joint_size: int, loop: list[str], left_out: int | None, read_ahead: int) -> str:
@@ -120,18 +95,14 @@ def test_a_trainer_that_leaves_out_a_call_is_found_by_all(
     left_out = data.draw(st.sampled_from([None, *possible]))
     unawaited = data.draw(st.lists(UNAWAITED, min_size=num, max_size=num))
     ahead = data.draw(st.lists(st.integers(0, 2), min_size=num, max_size=num))
-    together, errors = Together(num), [""] * num
+    trainers = TrainerThreads(num)
 
-    def run(rank: int) -> None:
-        inputs = repeat(INPUTS)
-        joint = JointBatches(inputs, ("a",), together.of(rank), rank, lambda _: None, unawaited[rank])
-        errors[rank] = make_calls(joint, num, loop, left_out if rank == differing else None, ahead[rank])
+    def run(rank: int) -> str:
+        exchange = trainers.exchange_of(rank)
+        joint = JointBatches(repeat(INPUTS), ("a",), exchange, rank, lambda _: None, unawaited[rank])
+        return make_calls(joint, num, loop, left_out if rank == differing else None, ahead[rank])
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(num)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    errors = trainers.run(run)
     assert len(set(errors)) == 1 and bool(errors[0]) == (left_out is not None)
     if left_out is not None:
         assert f"trainer {differing} " in errors[0] or num == 2 or f", {differing} " in errors[0], errors

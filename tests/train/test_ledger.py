@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ledger_invariants import check, checked
+from ledger_invariants import Checks, check
 from satrap.train.ledger import BatchLedger, BatchRecord, DropTicket, Event, SkipStep, Stage, State, Update
 
 STAGES = (Stage.UPDATE, Stage.LOOKUP, Stage.READ)
@@ -19,8 +19,11 @@ class Loop:
     """A loop that requests, uses, steps and drops batches at random, and a pipeline that does what its ledger allows,
     in any order."""
 
-    def __init__(self, ledger: BatchLedger[BatchRecord], num_batches: int, rng: random.Random, drop: float) -> None:
-        self.ledger, self.rng, self.drop, self.left = ledger, rng, drop, num_batches
+    def __init__(
+        self, ledger: BatchLedger[BatchRecord], num_batches: int, rng: random.Random, drop: float, padding: int = 0
+    ) -> None:
+        """padding: so many of the last batches have no rows."""
+        self.ledger, self.rng, self.drop, self.left, self.padding = ledger, rng, drop, num_batches, padding
         self.first = ledger.last_step + 1
         self.settled = {ledger.last_step}
         self.lookups: list[tuple[int, set[int], list[int]]] = []  # step, and what was settled and applied before
@@ -92,8 +95,8 @@ class Loop:
             stage = ledger.choose((Stage.READ,), is_needed=True)
         if stage is Stage.READ:
             if self.left:
+                ledger.handle(Event.READ, BatchRecord(has_rows=self.left > self.padding))
                 self.left -= 1
-                ledger.handle(Event.READ, BatchRecord())
             else:
                 ledger.is_exhausted = True
         elif stage is Stage.LOOKUP:
@@ -147,29 +150,32 @@ def test_no_lookup_misses_more_than_the_staleness(
     staleness=st.integers(0, 2),
     accumulate=st.integers(1, 3),
     num_calls=st.integers(0, 60),
+    padding=st.integers(0, 12),
     seed=st.integers(0, 2**32),
 )
-def test_a_stream_may_be_closed_at_any_time(staleness: int, accumulate: int, num_calls: int, seed: int) -> None:
-    """A step whose batches were not looked up is not skipped: the next stream has it."""
+def test_a_stream_may_be_closed_at_any_time(
+    staleness: int, accumulate: int, num_calls: int, padding: int, seed: int
+) -> None:
+    """A step whose batches were not used is not skipped, however many were looked up: the next stream has it."""
     ledger: BatchLedger[BatchRecord] = BatchLedger(staleness, accumulate=accumulate)
-    loop = Loop(ledger, 12, random.Random(seed), 0.2)
+    loop = Loop(ledger, 12, random.Random(seed), 0.2, padding)
     loop.run(num_calls)
-    looked_up = {step for step, _, _ in loop.lookups}
-    actions = ledger.handle(Event.SETTLED, *ledger.held(), cause="closed")
-    last_step = ledger.last_step
+    used, ledger.is_closed = [batch for batch in ledger.held() if batch.is_used], True
+    last_step = max([ledger.last_step, *(batch.step for batch in used)])
+    actions = ledger.handle(Event.SETTLED, *used, cause="closed")
     actions += ledger.handle(Event.SETTLED, *list(ledger.in_loop), cause="unused")
     check(ledger)
-    assert {each.step for each in actions if isinstance(each, SkipStep)} <= looked_up
+    assert all(action.step <= last_step for action in actions if isinstance(action, SkipStep))
     assert ledger.last_step == last_step and not ledger.in_loop
-    while batches := list(ledger._to_return):
+    while (batches := list(ledger._to_return)) and not batches[0].has_rows:
         ledger.handle(Event.SETTLED, batches[0])
         check(ledger)
     while ledger.updates:
         ledger.start_update()
         ledger.end_update("failed")
         check(ledger)
-    assert not ledger.to_look_up and ledger.last_step == last_step
-    lost = Counter(each.cause for each in loop.batches if each.cause)
+    assert list(ledger._unsettled.values()) == batches and ledger.last_step == last_step
+    lost = Counter(batch.cause for batch in loop.batches if batch.cause and batch.has_rows)
     assert ledger.dropped == lost and all(each.state is State.SETTLED for each in loop.batches)
 
 
@@ -206,11 +212,36 @@ def test_an_impossible_event_tells_the_story_of_its_batch() -> None:
     check(ledger)
 
 
-def test_the_invariants_are_checked() -> None:
-    with checked() as events:
-        ledger, batch = BatchLedger[BatchRecord](0), BatchRecord()
-        ledger.handle(Event.READ, batch)
-        ledger.to_look_up.clear()
-        with pytest.raises(AssertionError):
-            ledger.handle(Event.READ, BatchRecord())
-    assert events == {"read": 2}
+def test_a_batch_that_is_dropped_during_its_lookup_keeps_its_cause() -> None:
+    ledger, batches = BatchLedger[BatchRecord](0), [BatchRecord(), BatchRecord()]
+    ledger.handle(Event.READ, *batches)
+    ledger.handle(Event.LOOKED_UP, ledger.start_lookup())
+    ledger.handle(Event.RETURNED, batches[0])
+    ledger.handle(Event.RETURNED, batches[1])
+    ledger.handle(Event.SETTLED, batches[0], cause="closed")
+    ahead = ledger.start_lookup()
+    ledger.handle(Event.SETTLED, ahead, cause="unused")
+    ledger.handle(Event.LOOKED_UP, ahead)
+    assert ahead.cause == "unused" and ledger.dropped == {"closed": 1, "unused": 1}
+
+
+def test_the_invariants_are_checked(ledgers: Checks) -> None:
+    ledger, batch = BatchLedger[BatchRecord](0), BatchRecord()
+    ledger.handle(Event.READ, batch)
+    ledger.to_look_up.clear()
+    with pytest.raises(AssertionError) as caught:
+        ledger.handle(Event.READ, BatchRecord())
+    assert ledgers.events == {"read": 2} and ledgers.failures == [caught.value]
+    ledgers.failures.clear()
+
+
+def test_a_batch_that_a_training_stream_loses_is_noticed(ledgers: Checks) -> None:
+    ledger, batches = BatchLedger[BatchRecord](1), [BatchRecord(), BatchRecord()]
+    ledger.handle(Event.READ, *batches)
+    for batch in batches:
+        ledger.handle(Event.LOOKED_UP, ledger.start_lookup())
+        ledger.handle(Event.RETURNED, batch)
+    ledger.handle(Event.SETTLED, batches[0])  # as in an evaluation
+    with pytest.raises(AssertionError, match="read=2, updated=0"):
+        ledger.handle(Event.USED, batches[1])
+    ledgers.failures.clear()

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Never
+from typing import Any, Never, Protocol
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from satrap.device.row_memory import RowMemory, memories_of
 from satrap.device.table_shards import ALONE, Part, Trainer, capacities_of, kind_of
 from satrap.errors import InputError, SnapshotError
 from satrap.interrupts import Uninterrupted
-from satrap.table.engine import Slot, native_config, slots_of, state_dim
+from satrap.table.engine import Directory, Slot, native_config, slots_of, state_dim
 
 
 class MoveQueue:
@@ -69,8 +69,24 @@ class MoveQueue:
         self.note_use()
 
 
-Owed = Callable[[], "Sequence[Owed] | None"]
+PendingWork = Callable[[], "Sequence[PendingWork] | None"]
 """Work on the device that what the core has already recorded requires. It returns the work that has to follow it."""
+
+
+class FrameDirectory(Directory, Protocol):
+    """What knows which ids have rows, and in which frames. Its methods are those of `_core.Engine`."""
+
+    def read_frames(self, table: int, ids: NDArray[np.uint64]) -> NDArray[np.int32]:
+        """Return the frame of each id's row; -1: it has none; below: it is at home."""
+
+    def import_frames(self, table: int, ids: NDArray[np.uint64], steps: NDArray[np.uint32]) -> NDArray[np.int32]:
+        """Insert or replace rows of a snapshot; return their frames."""
+
+    def export_cut(self, table: int, bucket_begin: int, bucket_end: int, since: int) -> dict[str, Any]:
+        """Return the rows of some buckets at the cut as columns: their ids and frames, and what else is known."""
+
+    def stats(self, table: int) -> dict[str, int]:
+        """Return the counts of a table."""
 
 
 class DeviceEngine:
@@ -97,8 +113,7 @@ class DeviceEngine:
         pools = {number: pool for pool, memory in enumerate(self.memories) for number in memory.tables}
         configs = [native_config(table, pools[number]) for number, table in enumerate(tables)]
         self.core = _core.Engine(configs, seed, thread_count(num_threads))
-        self.directory: Any = self.core
-        """What knows which ids have rows, and in which frames: has calls of the core's engine."""
+        self.directory: FrameDirectory = self.core
         for pool, memory in enumerate(self.memories):
             if memory.home is not None and memory.most is not None:
                 self.core.set_device_frames(pool, memory.most)
@@ -109,7 +124,7 @@ class DeviceEngine:
         self._is_tiered = any(memory.home is not None for memory in self.memories)
         self.moves = MoveQueue(self.stream, new_stream(device) if self._is_tiered else self.stream)
         self._lock = threading.Lock()
-        self._owed: list[Owed] = []
+        self._pending: list[PendingWork] = []
         self._pools = pools
 
     def slots(self, seed: int) -> list[Slot]:
@@ -121,7 +136,7 @@ class DeviceEngine:
         """Exclude other calls while frames are chosen, and until the kernels that use them are on the stream of the
         rows. The calling thread's work on other streams comes before and after them.
 
-        Before that, do the work that a call still owes which an error or Ctrl-C ended. In a fork, where the lock may be
+        Before that, do the pending work of a call that an error or Ctrl-C ended. In a fork, where the lock may be
         held forever, raise ForkError.
 
         counts: how many rows of each table the call may insert; there is room for them, or CapacityError is raised.
@@ -148,20 +163,20 @@ class DeviceEngine:
             finally:  # what a call that fails has put on the stream uses rows, too
                 self.moves.note_use()
 
-    def owe(self, record: Callable[[], Owed]) -> None:
+    def perform(self, record: Callable[[], PendingWork]) -> None:
         """Record a change in the core, and do the work on the device that `record` returns.
 
         If the work fails, for example because memory runs out, the next call does it first, so that no row is used
         without it."""
         with Uninterrupted():
-            self._owed.append(record())
-        self._work()
+            self._pending.append(record())
+        self._perform_pending()
 
-    def _work(self) -> None:
-        """Do the work that is owed."""
-        while self._owed:
+    def _perform_pending(self) -> None:
+        """Do the pending work."""
+        while self._pending:
             with Uninterrupted():  # work is done once
-                self._owed[:1] = self._owed[0]() or ()
+                self._pending[:1] = self._pending[0]() or ()
 
     def require_same_process(self) -> None:
         """Raise ForkError in a fork of the process that created the engine."""
@@ -206,17 +221,17 @@ class DeviceEngine:
 
     def place_rows(self) -> None:
         """Carry out the moves that lookups have recorded, then write the initial values and states of the rows that
-        they have inserted. Before that, do the work that is owed."""
-        if self._owed:
+        they have inserted. Before that, do the pending work."""
+        if self._pending:
             try:
-                self._work()
+                self._perform_pending()
             finally:  # it may be the step of rows that are moved next
                 self.moves.note_use()
         if self._is_tiered:
-            self.owe(lambda: partial(self._move, self.core.take_moves()))
-        self.owe(lambda: partial(self._initialise, self.core.take_inserted()))
+            self.perform(lambda: partial(self._move, self.core.take_moves()))
+        self.perform(lambda: partial(self._initialise, self.core.take_inserted()))
 
-    def _move(self, moves: dict[str, NDArray[Any]]) -> Sequence[Owed]:
+    def _move(self, moves: dict[str, NDArray[Any]]) -> Sequence[PendingWork]:
         """Return the moves of each pool. Moved twice, two rows that change places would be back where they were."""
 
         def exchange(pool: int) -> None:
@@ -226,7 +241,7 @@ class DeviceEngine:
 
         return [partial(exchange, pool) for pool in np.unique(moves["pools"]).tolist()]
 
-    def _initialise(self, inserted: dict[str, NDArray[Any]]) -> Sequence[Owed]:
+    def _initialise(self, inserted: dict[str, NDArray[Any]]) -> Sequence[PendingWork]:
         """Return the new rows of each table."""
 
         def initialise(table: int) -> None:
@@ -361,7 +376,7 @@ class DeviceEngine:
         counts[table] = len(ids)
         with self.in_order(counts):
             part = self._columns[table].take(values, state)
-            self.owe(lambda: partial(self._write, table, self.directory.import_frames(table, ids, steps), part))
+            self.perform(lambda: partial(self._write, table, self.directory.import_frames(table, ids, steps), part))
 
     def _write(self, table: int, places: NDArray[np.int32], part: Part) -> None:
         self.memory(table).write(places, *part)
@@ -370,7 +385,7 @@ class DeviceEngine:
         """Return the counts of a table; its bytes include its rows on the device and at home. Of several trainers, each
         counts what it owns. If some are at home, on_device and at_home count them, and moved_in and moved_out those
         that were moved to the device and back."""
-        counts: dict[str, int] = self.directory.stats(table)
+        counts = self.directory.stats(table)
         copies = self._trainer.world_size if kind_of(self.tables[table]) == "replicated" else 1
         counts["bytes"] += counts["rows"] * self._columns[table].whole_bytes(self.tables[table].dtype) * copies
         if "on_device" in counts:

@@ -22,7 +22,7 @@ from satrap.config.optimizers import Optimizer
 from satrap.config.tables import Always
 from satrap.data.inputs import Inputs
 from satrap.device.device_blocks import Magnitude
-from satrap.device.device_engine import DeviceEngine, Owed
+from satrap.device.device_engine import DeviceEngine, PendingWork
 from satrap.device.device_ids import DeviceIds, IdEntries, IdLayout, ids_of
 from satrap.device.device_stream import to_device, to_host
 from satrap.device.home_memory import DTYPES
@@ -166,7 +166,7 @@ class DeviceRows(Rows):
             skips = sorted_runs is None and self._check(request, scale)
             groups = list(self._fused_tables(dict(request.lrs), scale, request.step, skips=skips))
 
-            def record() -> Owed:
+            def record() -> PendingWork:
                 core = self._engine.core
                 runs: dict[str, Any] | None
                 if ordered is not None:
@@ -180,7 +180,7 @@ class DeviceRows(Rows):
                     ticket.used = True
                 return partial(self._steps, runs, groups, [flat] * len(groups), sorted_runs, ordered)
 
-            self._engine.owe(record)
+            self._engine.perform(record)
 
     def drop(self, ticket: AnyTicket) -> None:
         if isinstance(ticket, DeviceTicket):
@@ -345,7 +345,7 @@ class DeviceRows(Rows):
         flats: Sequence[Tensor],
         gradients: SortedGradients | None = None,
         ordered: Runs | None = None,
-    ) -> Sequence[Owed]:
+    ) -> Sequence[PendingWork]:
         """Copy the runs of an update to the device; return the step of each group of tables. resolved: what the core
         returned; None: it found the frames ahead. flats: the gradients of each group. gradients: where they are, if
         they were sorted on the device. ordered: the runs, if they are there."""
@@ -357,7 +357,7 @@ class DeviceRows(Rows):
         else:
             to_runs = Runs.to_device if gradients is None else gradients.runs
             runs = to_runs(resolved, self.device)
-        work: list[Owed] = []
+        work: list[PendingWork] = []
         for group, flat in zip(groups, flats, strict=True):
             work.append(partial(self._step, runs, group, flat))
             part = runs.of_tables(group[0])
@@ -365,7 +365,7 @@ class DeviceRows(Rows):
                 work.append(partial(self._step_at_home, part.take(at_home), part.at_home[at_home], group, flat))
         return work
 
-    def _step(self, runs: Runs, group: UpdatedTables, flat: Tensor) -> Sequence[Owed]:
+    def _step(self, runs: Runs, group: UpdatedTables, flat: Tensor) -> Sequence[PendingWork]:
         """Sum the gradients of some tables' rows, and apply their optimizer."""
         tables, how = group
         memory = self._engine.memory(tables.start)
@@ -380,12 +380,12 @@ class DeviceRows(Rows):
         self._kernels.update(rows.values, rows.state, runs, flat, how)
         memory.send_home(rows, places)
 
-    def _settle(self, runs: Runs, tables: range, summed: Tensor, step: int) -> Sequence[Owed]:
+    def _settle(self, runs: Runs, tables: range, summed: Tensor, step: int) -> Sequence[PendingWork]:
         """Return the stamps and counts of the rows of each table whose gradients were not all skipped."""
         part = runs.of_tables(tables)
         assert part.ids is not None
         left_out, num_summed = to_host(torch.stack([part.end - part.begin - summed, summed])).numpy()
-        work: list[Owed] = []
+        work: list[PendingWork] = []
         for number in tables:
             rows = slice(*(runs.tables[number + i] - runs.tables[tables.start] for i in (0, 1)))
             ids = part.ids[rows][num_summed[rows] > 0]

@@ -12,7 +12,7 @@ from torch import Tensor
 from satrap.config.features import Features
 from satrap.device.cold_rows import ColdRows
 from satrap.device.device_blocks import Magnitude
-from satrap.device.device_engine import Owed
+from satrap.device.device_engine import PendingWork
 from satrap.device.device_ids import alignment_of
 from satrap.device.device_rows import LARGEST, DeviceRows
 from satrap.device.device_stream import to_host
@@ -59,12 +59,12 @@ class DirectOwnedRows(DeviceRows):
             for step, ranks in sorted(steps.items()):
                 self._engine.begin_lookup(step, min(step, oldest), train=True, first_epoch=True)
                 of_step = runs if len(steps) == 1 else self.runs(torch.cat([parts[rank] for rank in ranks]))
-                self._engine.owe(partial(self._noted, of_step, step))
+                self._engine.perform(partial(self._noted, of_step, step))
             lines = self._lines(rows, runs, counts)
             self._engine.moves.note_use()
             return lines
 
-    def _noted(self, runs: RowRuns, step: int) -> Owed:
+    def _noted(self, runs: RowRuns, step: int) -> PendingWork:
         return partial(self._engine.heads.note_lookup, runs, step)
 
     def _lines(self, rows: Tensor, runs: RowRuns, counts: NDArray[np.int64]) -> list[Tensor]:
@@ -114,7 +114,7 @@ class DirectOwnedRows(DeviceRows):
             flats = [sums[self._groups.numbers[tables.start]].reshape(-1) for tables, _ in groups]
             dims = [self._engine.memory(tables.start).layout.dim for tables, _ in groups]
 
-            def record() -> Owed:
+            def record() -> PendingWork:
                 self._engine.begin_update(step)
                 of_dim = {
                     dim: self._engine.runs(trained, (lines * dim).int(), None, alignment_of(dim)) for dim in set(dims)
@@ -124,7 +124,7 @@ class DirectOwnedRows(DeviceRows):
                     for group, flat, dim in zip(groups, flats, dims, strict=True)
                 ]
 
-            self._engine.owe(record)
+            self._engine.perform(record)
 
     def _check_sums(self, rows: Tensor, lines: Tensor, sums: Sequence[Tensor], num_trainers: int) -> bool:
         """Raise NonFiniteError if a table refuses a gradient; return whether gradients may have to be skipped. rows,

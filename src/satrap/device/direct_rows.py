@@ -23,7 +23,7 @@ from satrap.config.features import Features
 from satrap.config.tables import Table
 from satrap.data.inputs import Inputs
 from satrap.device.cold_rows import ColdRows, places_read
-from satrap.device.device_engine import DeviceEngine, Owed
+from satrap.device.device_engine import DeviceEngine, PendingWork
 from satrap.device.device_ids import IdEntries
 from satrap.device.device_memory import DeviceMemory, shares_of
 from satrap.device.device_rows import LARGEST, DeviceRows, UpdatedTables, claim, largest_of
@@ -134,10 +134,10 @@ class DirectEngine(DeviceEngine):
                     return partial(memory.home.allocate, num_missing, names, _ADVICE.format("more"))
             memory.reserve(sum(self.numbers.in_frames[number] for number in memory.tables), names, advice)
         heads = self.heads.allocate(advice)
-        self.owe(lambda: self._open(heads))
+        self.perform(lambda: self._open(heads))
         return None
 
-    def _open(self, heads: tuple[Tensor, Tensor]) -> Owed:
+    def _open(self, heads: tuple[Tensor, Tensor]) -> PendingWork:
         self.heads.open(heads)
         return lambda: [
             partial(self.restart, table, *part) for table in range(len(self.tables)) for part in self._parts(table)
@@ -201,7 +201,9 @@ class DirectEngine(DeviceEngine):
         is_frozen = torch.searchsorted(self._frozen, ids, right=True) % 2 == 1
         return replace(runs, rows=torch.where(is_frozen, self.numbers.total, runs.rows))
 
-    def step(self, kernels: Any, rows: RowRuns, runs: Runs, group: UpdatedTables, flat: Tensor) -> Sequence[Owed]:
+    def step(
+        self, kernels: Any, rows: RowRuns, runs: Runs, group: UpdatedTables, flat: Tensor
+    ) -> Sequence[PendingWork]:
         """Sum the gradients of some tables' rows, and apply their optimizer. runs: what `runs` returned for `rows`."""
         (tables, how), numbers, memory = group, self.numbers, self.memory(group[0].start)
         begin, end = numbers.offsets[tables.start], numbers.offsets[tables.stop]
@@ -228,7 +230,7 @@ class DirectEngine(DeviceEngine):
         flat: Tensor,
         cold: ColdRows,
         in_frames: Tensor | None,
-    ) -> Sequence[Owed]:
+    ) -> Sequence[PendingWork]:
         """Do what `step` does with the rows at home: update copies on the device, and write them back. in_frames: how
         many gradients of each run were summed for rows in frames; None: none may be skipped."""
         tables, how = group
@@ -240,8 +242,8 @@ class DirectEngine(DeviceEngine):
         return [partial(self.heads.note_update, rows, tables, how.step, summed)]
 
     def place_rows(self) -> None:
-        """Do the work on the device that a call which ended early still owes. There are no rows to place."""
-        self.owe(lambda: lambda: None)
+        """Do the pending work of a call that ended early. There are no rows to place."""
+        self.perform(lambda: lambda: None)
 
     def stats(self, table: int) -> dict[str, int]:
         """Return the counts of a table. Its bytes include the rows that no lookup has used, since they have memory."""
@@ -311,7 +313,7 @@ class DirectRows(DeviceRows):
                 rows.append(numbers.rows_of(number, to_device(of_table.astype(np.int64), self.device)))
                 places.append(numbers.places_of(number, rows[-1]))
             runs = RowRuns.of(torch.cat(rows).int(), numbers)
-            self._engine.owe(lambda: partial(self._engine.heads.note_lookup, runs, step))
+            self._engine.perform(lambda: partial(self._engine.heads.note_lookup, runs, step))
             resolved |= self._read_places(torch.cat(places), runs) | {"offsets": request.offsets, "weights": None}
             self._gather(request, resolved, self.empty(1, 0), list(by_table.values()))
             self._engine.moves.note_use()
@@ -342,14 +344,14 @@ class DirectRows(DeviceRows):
             rows = self._engine.trained(rows)
             groups = list(self._fused_tables(dict(request.lrs), scale, request.step, skips=skips))
 
-            def record() -> Owed:
+            def record() -> PendingWork:
                 self._engine.begin_update(request.step)
                 for ticket in tickets:
                     ticket.used = True
                 runs = self._engine.runs(rows, places, factors, self.id_layout.alignment)
                 return lambda: [partial(self._engine.step, self._kernels, rows, runs, group, flat) for group in groups]
 
-            self._engine.owe(record)
+            self._engine.perform(record)
 
     # -- lookup --------------------------------------------------------------------------------------------------------
 
@@ -371,7 +373,7 @@ class DirectRows(DeviceRows):
             return needed | self._read_places(self._engine.heads.places(places, ids.rows), ids.rows)
         ticket = self._batches.ticket(ids, bags, self._batches.layout_of(request))
         at = step or self._engine.core.latest_step
-        self._engine.owe(lambda: partial(self._engine.heads.note_lookup, ticket.runs, at))
+        self._engine.perform(lambda: partial(self._engine.heads.note_lookup, ticket.runs, at))
         return needed | self._read_places(places, ticket.runs) | {"ticket": ticket}
 
     def _read_places(self, places: Tensor, rows: RowRuns | Tensor) -> dict[str, Any]:

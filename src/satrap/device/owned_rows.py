@@ -15,7 +15,7 @@ from torch import Tensor
 from satrap import _core
 from satrap.config.features import Features
 from satrap.device.device_blocks import Magnitude
-from satrap.device.device_engine import DeviceEngine, Owed
+from satrap.device.device_engine import DeviceEngine, PendingWork
 from satrap.device.device_rows import LARGEST, DeviceRows
 from satrap.device.device_stream import to_device, to_host
 from satrap.device.runs import MOST_PLACES, Runs
@@ -135,7 +135,7 @@ class OwnedRows(DeviceRows):
             groups = list(self._fused_tables(dict(enumerate(lrs)), 1.0, step, skips=skips))
             flats = [sums[self._groups.numbers[tables.start]].reshape(-1) for tables, _ in groups]
 
-            def record() -> Owed:
+            def record() -> PendingWork:
                 core, joined = self._engine.core, ids.joined
                 resolved: dict[str, Any] | None
                 if places is not None:
@@ -145,7 +145,7 @@ class OwnedRows(DeviceRows):
                     resolved = core.update_ordered_frames(ids.ticket, step, skips)
                 return partial(self._steps, resolved, groups, flats, None, ordered)
 
-            self._engine.owe(record)
+            self._engine.perform(record)
 
     def _places(self, joined: JoinedIds) -> NDArray[np.int32]:
         """Return where the gradient of each id begins among the floats of its group."""

@@ -1,5 +1,5 @@
 """What the core has recorded is done on the device once, however often a part of it fails: each piece of work that must
-not be done twice is owed by itself."""
+not be done twice is pending by itself."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_rows_of_an_import_that_fails_are_written_later(device: str, monkeypatch
 
 
 def test_skipped_gradients_are_counted_once(device: str) -> None:
-    """Each table's count is owed by itself: a count that fails is not repeated for the tables before it."""
+    """Each table's count is pending by itself: a count that fails is not repeated for the tables before it."""
     tables = {name: Table(name, dim=2, optimizer=SGD(0.1), on_nonfinite="skip") for name in ("a", "b")}
     workers = pair(Features(tables), device=device)
     gradients = np.ones((ROWS, 4), np.float32)
@@ -139,7 +139,7 @@ def test_skipped_gradients_are_counted_once(device: str) -> None:
     engine.core = core
     assert has_failed
     for name, skipped in (("a", 3), ("b", 1)):
-        workers[1].tables[name].check()  # does what is owed first
+        workers[1].tables[name].check()  # does the pending work first
         found = [worker.tables[name].stats() for worker in workers]
         assert [each["skipped"] for each in found] == [skipped, skipped]
 

@@ -270,7 +270,7 @@ class BatchLife(RuleBasedStateMachine):
             self.drop(waiting, "unstepped" if self.ended else "closed")
             self.drop([each for each in self.unsettled() if each.used], "closed")
             self.drop(self.unsettled(), "unused")
-            # A batch that was not used is left to the next stream, unless the stream had dropped it before.
+            # A batch that came ahead of its rows, and was never used, may not have begun its step.
             last_used = max([self.base, *(each.step for each in self.returned if each.used)])
             assert last_used <= self.embeddings.step <= max([last_used, *(each.step for each in self.returned)])
             self.check_lost()

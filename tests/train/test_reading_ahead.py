@@ -192,23 +192,6 @@ def test_a_batch_of_a_closed_stream_says_so(overlap: bool) -> None:
 
 @each_way
 @pytest.mark.parametrize("staleness", [0, 2])
-def test_the_next_stream_has_the_steps_of_batches_that_were_not_used(staleness: int, overlap: bool) -> None:
-    """Whether they were looked up or not."""
-    embeddings, model, optimizer = job(staleness)
-    stream = embeddings.stream(batches(6), overlap=overlap)
-    first, second, third = islice(stream, 3)
-    train_step(model, optimizer, first)
-    stream.close()
-    assert embeddings.step == 1 and embeddings.counters().lost == {"batches/unused": 2}
-    train(embeddings, model, optimizer, batches(2))
-    assert embeddings.step == 3
-    for left_over in (second, third):
-        with pytest.raises(StreamError, match="its batch was dropped: this stream was closed"):
-            _ = left_over["history"]
-
-
-@each_way
-@pytest.mark.parametrize("staleness", [0, 2])
 def test_a_loop_that_uses_no_batch_keeps_none(staleness: int, overlap: bool) -> None:
     """Batches that the user released are settled; otherwise a pass over an endless source would fill the memory."""
     embeddings, _, _ = job(staleness)

@@ -70,6 +70,7 @@ _NEXT = {
 }
 """The state that follows an event, by the state before; an event in any other state is a mistake of this package."""
 _WITHOUT_ROWS = (State.READ, State.AHEAD)
+_WITH_ROWS = (State.LOOKED_UP, State.RETURNED, State.USED)
 _IN_LOOP = (State.AHEAD, State.RETURNED, State.USED)
 
 
@@ -165,10 +166,9 @@ class BatchLedger(Generic[Record]):
         """last_step: the step before the first; all steps up to it are settled."""
         self.staleness, self.accumulate, self.deterministic = staleness, accumulate, deterministic
         self.last_step = last_step
-        """The last step that was submitted or dropped. A batch that the loop had not used when it closed the stream
-        does not count: the next stream has its step, in all trainers, however many have looked it up."""
+        """The last step that was submitted or dropped."""
         self.position: Any = None
-        """The position of the source after the last batch that counts for `last_step`."""
+        """The position of the source after the last batch that was submitted or dropped."""
         self.seen: Counter[int] = Counter()
         """Number of batches that were looked up with n earlier steps of this stream open: the actual staleness."""
         self.dropped: Counter[str] = Counter()
@@ -187,9 +187,10 @@ class BatchLedger(Generic[Record]):
         """READ or AHEAD, without the batch whose lookup has started."""
         self.offered: Record | None = None
         """The batch that `next()` is about to return."""
-        self.is_exhausted = self.has_ended = self.is_closed = False
-        """Whether the source has no other batch, whether the loop knows it, and whether it has closed the stream."""
-        self._first_step, self._num_read = last_step + 1, 0
+        self.is_exhausted = self.has_ended = False
+        """Whether the source has no other batch, and whether the loop knows it."""
+        self._first_step = last_step + 1
+        self._num_read = 0
         self._unsettled: dict[int, Record] = {}  # by number, ascending
         self._to_return: deque[Record] = deque()  # READ or LOOKED_UP
         self._stepped: set[int] = set()  # steps that were submitted, from the oldest open one on
@@ -200,18 +201,17 @@ class BatchLedger(Generic[Record]):
     def handle(self, event: Event, *batches: Record, cause: str = "") -> list[Action]:
         """Record an event of these batches; return what must be done about it. cause: why they have no update."""
         actions: list[Action] = []
-        steps: set[int] = set()  # whose batches were dropped
+        steps: set[int] = set()  # whose batches were looked up and dropped
         for batch in batches:
             before, after = batch.state, _NEXT[event].get(batch.state)
             if after is None:
                 raise AssertionError(f"{batch} is {before}, and cannot be {event}")
-            batch.state, batch.cause = after, cause or batch.cause
+            batch.state, batch.cause = after, cause
             batch.story.append(event)
             self._record(event, batch, before)
-            is_dropped = bool(cause) and before is not State.SUBMITTED
-            if is_dropped and batch.has_rows and batch is not self.looking_up:
+            if cause and batch.has_rows and before is not State.SUBMITTED and batch is not self.looking_up:
                 actions.append(DropTicket(batch))
-            if is_dropped and batch.step <= self.last_step:
+            if cause and before in _WITH_ROWS:
                 steps.add(batch.step)
         return actions + [SkipStep(step) for step in sorted(steps - self._stepped) if self._is_left_out(step)]
 
@@ -272,7 +272,7 @@ class BatchLedger(Generic[Record]):
             self.offered = None
         if batch.cause and batch.has_rows:
             self.dropped[batch.cause] += 1
-        if batch.cause and before is not State.SUBMITTED and (before is State.USED or not self.is_closed):
+        if batch.cause and before in _WITH_ROWS:
             self.num_returned += before is State.LOOKED_UP
             self._pass(batch)
 

@@ -418,7 +418,7 @@ class Stream(Iterator[Batch]):
         ledger.has_ended = True
         self._end_step = self._end_step and ledger.step_of(ledger.num_returned - 1)
         self._pipeline.drain()
-        self._drop([batch for batch in ledger.in_loop if batch.is_released_unused], "unused", "it was released unused")
+        self._drop([batch for batch in ledger.held() if batch.is_released_unused], "unused", "it was released unused")
         unstepped = ledger.unstepped()
         if unstepped and len(unstepped) == len(ledger.in_loop):  # no later batch completes the step
             _LOG.warning(_UNSTEPPED, len(unstepped), ledger.accumulate)
@@ -431,7 +431,7 @@ class Stream(Iterator[Batch]):
 
     def _drop_all(self, why: str) -> None:
         """Drop all batches when the stream is closed."""
-        ledger, self._ledger.is_closed = self._ledger, True
+        ledger = self._ledger
         self._settle(ledger.unstepped(), "unstepped", "the stream was closed before optimizer.step() took it")
         self._settle([batch for batch in ledger.held() if batch.is_used], "closed", why)
         self._settle(list(ledger.in_loop), "unused", why)

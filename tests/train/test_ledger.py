@@ -165,7 +165,7 @@ def test_a_stream_may_be_closed_at_any_time(
     last_step = ledger.last_step
     actions += ledger.handle(Event.SETTLED, *list(ledger.in_loop), cause="unused")
     check(ledger)
-    assert {each.step for each in actions if isinstance(each, SkipStep)} <= looked_up
+    assert {action.step for action in actions if isinstance(action, SkipStep)} <= looked_up
     assert ledger.last_step == last_step and not ledger.in_loop
     while (batches := list(ledger._to_return)) and not batches[0].has_rows:
         ledger.handle(Event.SETTLED, batches[0])
@@ -210,6 +210,19 @@ def test_an_impossible_event_tells_the_story_of_its_batch() -> None:
             ledger.handle(event, batch)
         assert str(caught.value) == f"{story} is settled, and cannot be {event.value}"
     check(ledger)
+
+
+def test_a_batch_that_is_dropped_during_its_lookup_keeps_its_cause() -> None:
+    ledger, batches = BatchLedger[BatchRecord](0), [BatchRecord(), BatchRecord()]
+    ledger.handle(Event.READ, *batches)
+    ledger.handle(Event.LOOKED_UP, ledger.start_lookup())
+    ledger.handle(Event.RETURNED, batches[0])
+    ledger.handle(Event.RETURNED, batches[1])
+    ledger.handle(Event.SETTLED, batches[0], cause="closed")
+    ahead = ledger.start_lookup()
+    ledger.handle(Event.SETTLED, ahead, cause="unused")
+    ledger.handle(Event.LOOKED_UP, ahead)
+    assert ahead.cause == "unused" and ledger.dropped == {"closed": 1, "unused": 1}
 
 
 def test_the_invariants_are_checked(ledgers: Checks) -> None:

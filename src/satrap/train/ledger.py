@@ -206,7 +206,7 @@ class BatchLedger(Generic[Record]):
             before, after = batch.state, _NEXT[event].get(batch.state)
             if after is None:
                 raise AssertionError(f"{batch} is {before}, and cannot be {event}")
-            batch.state, batch.cause = after, cause
+            batch.state, batch.cause = after, cause or batch.cause
             batch.story.append(event)
             self._record(event, batch, before)
             if cause and batch.has_rows and before is not State.SUBMITTED and batch is not self.looking_up:

@@ -136,7 +136,7 @@ class BatchLife(RuleBasedStateMachine):
                         return call()
                 except Stop as stop:
                     stop.__traceback__ = None  # it refers to batches
-                self.was_interrupted = True
+                self.was_interrupted = self.source_may_be_interrupted = True
             return call()
 
     def begin(self, accumulate: int, total: int) -> None:
@@ -146,6 +146,7 @@ class BatchLife(RuleBasedStateMachine):
         self.returned: list[Modelled] = []
         self.stepped: set[int] = set()
         self.ended = self.closed = self.was_interrupted = False
+        self.source_may_be_interrupted = False  # by a step, too, which reads ahead where it has few batches
         self.num_unseen = 0
 
         def source() -> Iterator[Inputs]:
@@ -162,7 +163,7 @@ class BatchLife(RuleBasedStateMachine):
         try:
             batch = self.call(lambda: next(self.stream, None), at)
         except StreamError as error:
-            assert self.was_interrupted and "interrupted while its source read" in str(error), error
+            assert self.source_may_be_interrupted and "interrupted while its source read" in str(error), error
             self.num_unseen += 1  # the batch that was about to be returned
             self.close(0)
             return

@@ -24,8 +24,8 @@ each_way = pytest.mark.parametrize("mode", ["inline", "overlap", "remote"])
 class Number(BatchRecord):
     """A batch that is a number."""
 
-    def __init__(self, value: int) -> None:
-        super().__init__()
+    def __init__(self, value: int, *, has_rows: bool = True) -> None:
+        super().__init__(has_rows=has_rows)
         self.value = value
 
 
@@ -145,7 +145,12 @@ def test_the_user_is_needed_when_only_a_step_opens_the_gate(mode: str) -> None:
 @each_way
 def test_what_the_user_will_not_have_is_left_out(mode: str) -> None:
     """The end of the data with several trainers is padding, with and without its lookup."""
-    tables = Tables()
+
+    class Padded(Tables):
+        def new(self, inputs: Any) -> Number:
+            return Number(inputs, has_rows=inputs == 0)
+
+    tables = Padded()
     loop = Loop(numbers(4), BatchLedger(0), tables, mode)
     assert loop.next() == (0, 1)
     while (batch := loop.pipeline.next()) is not None:

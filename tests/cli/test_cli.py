@@ -168,6 +168,7 @@ def test_misuse_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[s
             "--server; did you mean --servers?; put the script's own",
         ),
         ("run x.py --epochs=3", "satrap run SCRIPT", "--epochs=3; put the script's own arguments after --"),
+        ("train a.csv --lr 2", "satrap train FILES", "unrecognized arguments: --lr\n"),
         ("status extra", "satrap status", "unrecognized arguments: extra"),
         ("deploy render a --ouput b", "satrap deploy render JOB", "--ouput; did you mean --output?"),
     ],

@@ -71,8 +71,9 @@ class _CommandParser(argparse.ArgumentParser):
         known = self._option_string_actions
         unknown = [arg for arg in args or () if arg.startswith("--") and arg.partition("=")[0] not in known]
         if self._subparsers is None and unknown:  # before an option that is missing for that reason is asked for
-            near = get_close_matches(unknown[0].partition("=")[0], list(known), n=1)
-            self._refuse(unknown, f"; did you mean {near[0]}?" if near else "")
+            name, names = unknown[0].partition("=")[0].lstrip("-"), [option.lstrip("-") for option in known]
+            near = get_close_matches(name, names, n=1)
+            self._refuse(unknown, f"; did you mean --{near[0]}?" if near else "")
         namespace, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self._refuse(unknown, "")

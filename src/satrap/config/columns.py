@@ -329,12 +329,12 @@ class Columns:
             required.setdefault(extra, "extra")
         return required
 
-    def check_present(self, where: str, known: Sequence[str]) -> None:
-        """Raise if a required column is missing from the known ones, or occurs twice."""
+    def check_present(self, where: str, known: Sequence[str], origin: str = "") -> None:
+        """Raise if a required column is missing from the known ones, or occurs twice. origin: where these are from."""
         for name, purpose in self.required().items():
             if name not in known:
                 nearest = suggest(name, list(known)) if known else "it has no columns"
-                raise SourceError(f"{where} has no column {name!r} ({purpose}); {nearest}")
+                raise SourceError(f"{where} has no column {name!r} ({purpose}); {nearest}{origin}")
             if list(known).count(name) > 1:
                 raise SourceError(f"{where} has {list(known).count(name)} columns {name!r} ({purpose}); expected one")
 

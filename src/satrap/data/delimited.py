@@ -114,7 +114,8 @@ class CSV(FileSource):
     def _blocks_of(self, file: File, columns: Columns, names: Sequence[str]) -> list[Block]:
         text = TextFile(file, self._layout(), names)
         partition = {name: value or "" for name, value in file.partition.items() if name not in names}
-        columns.check_present(file.name, [*names, *partition])
+        header = "" if self.columns is not None else " (the first line; without a header, name columns=[...])"
+        columns.check_present(file.name, [*names, *partition], header)
         parser = _RowParser(self, columns, names, partition)
 
         def read(*byte_range: int) -> Iterator[_TextRows]:
@@ -217,7 +218,8 @@ class _RowParser:
         count, expected = counts
         name = self._names[column]
         line = field.partition(b"\n")[0].decode(errors="backslashreplace").rstrip("\r")
-        text = repr(self._partition.get(name, line))
+        field_text = line.strip() if self._source.strip else line  # what `missing` is compared with
+        text = repr(self._partition.get(name, field_text))
         text = text if len(text) <= 60 else text[:60] + "..."
         match fault:
             case "few_columns" | "many_columns":

@@ -33,6 +33,7 @@ from satrap.launch.run_monitor import RunMonitor
 from satrap.launch.run_state import RunState
 from satrap.launch.scaler import Scaler
 from satrap.launch.supervisor import RunConfig, Supervisor
+from satrap.monitor.record_file import FOLDER
 
 _LOG = logging.getLogger("satrap.launch")
 _POLL_SECONDS = 0.5  # the longest delay of a Ctrl-C
@@ -119,7 +120,9 @@ def run(
                             scaler.pause(seconds)
                         case ExitRun(status):
                             if status == 0:
-                                _LOG.info("finished; to draw it: %s", shlex.join(["satrap", "report", str(folder)]))
+                                has_record = any((folder / FOLDER).glob("trainer-*"))  # its script has a Progress
+                                command = shlex.join(["satrap", "report", str(folder)])
+                                _LOG.info("finished" + (f"; to draw it: {command}" if has_record else ""))
                             return status
                 events = [*launcher.poll(_POLL_SECONDS), *scaler.poll()]
                 events += [stop_requests.pop(0) for _ in range(len(stop_requests))]

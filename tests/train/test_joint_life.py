@@ -19,7 +19,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
 from satrap import SGD, Embeddings, Inputs, StreamError, Table, Zeros
 from satrap.train.embeddings import session_of
@@ -233,7 +233,6 @@ def no_warnings() -> Iterator[None]:
     logger.setLevel(before)
 
 
-@settings(max_examples=settings().max_examples // 2)
 @given(CASES)
 def test_trainers_agree_on_the_life_of_each_batch(case: Case) -> None:
     num = len(case.sizes)

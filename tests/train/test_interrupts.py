@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -235,6 +236,7 @@ def interrupted_steps(number: int) -> Iterator[None]:
 @pytest.mark.parametrize("rows", ["remote", "worker"])
 def test_signals_at_any_time(rows: str, path: Path, rng: np.random.Generator) -> None:
     """Sends real signals, which wake a wait for a server or a lock, also while another signal is handled."""
+    import_module("tracemalloc")  # else pytest imports it while it handles such a warning, which a signal may interrupt
     number = int(rng.choice([each for each in SIGNALS if each != signal.SIGALRM]))  # SIGALRM is that of no_hang
     with embeddings_over(rows, 0) as embeddings, no_hang(DEADLINE_SECONDS), interrupted_steps(number):
         loop, hits, until = Loop(embeddings, path, False, rng), 0, time.monotonic() + 2.0

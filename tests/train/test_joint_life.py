@@ -214,8 +214,7 @@ class Trainer:
         values = self.embeddings.tables["own"].read(ids).values[:, 0]
         np.testing.assert_allclose(values, rows, atol=1e-5)
         steps = [0, *(one.record.step for one in self.batches)]
-        used = [0, *(one.record.step for one in self.batches if one.record.is_used)]
-        assert max(used) <= self.stream.last_step <= max(steps)
+        assert self.stream.last_step == max(steps), "it depends on the loop, and not on how fast threads look up"
         counters = self.stream.counters()
         assert counters.lost == Counter(f"batches/{one.record.cause}" for one in with_rows if not one.is_submitted)
         assert sum(counters.staleness.values()) >= sum(one.record.is_used for one in with_rows)

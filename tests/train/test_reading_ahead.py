@@ -187,7 +187,7 @@ def test_a_batch_of_a_closed_stream_says_so(overlap: bool) -> None:
         loss.backward()
     with pytest.raises(StreamError, match="step 2: its batch was dropped: this stream ended when another training"):
         _ = second["history"]
-    assert embeddings.counters().lost == {"batches/closed": 1, "batches/unused": 1} and embeddings.step == 3
+    assert embeddings.counters().lost == {"batches/closed": 1, "batches/unused": 1} and embeddings.step == 4
 
 
 @each_way

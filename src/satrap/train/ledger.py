@@ -70,8 +70,10 @@ _NEXT = {
 }
 """The state that follows an event, by the state before; an event in any other state is a mistake of this package."""
 _WITHOUT_ROWS = (State.READ, State.AHEAD)
-_WITH_ROWS = (State.LOOKED_UP, State.RETURNED, State.USED)
 _IN_LOOP = (State.AHEAD, State.RETURNED, State.USED)
+_BEGUN = (State.LOOKED_UP, *_IN_LOOP)
+"""Where dropping a batch ends its step: with or without rows, so that trainers whose threads look up at other speeds agree
+which step is the last."""
 
 
 class Stage(StrEnum):
@@ -201,7 +203,7 @@ class BatchLedger(Generic[Record]):
     def handle(self, event: Event, *batches: Record, cause: str = "") -> list[Action]:
         """Record an event of these batches; return what must be done about it. cause: why they have no update."""
         actions: list[Action] = []
-        steps: set[int] = set()  # whose batches were looked up and dropped
+        steps: set[int] = set()  # whose batches were dropped
         for batch in batches:
             before, after = batch.state, _NEXT[event].get(batch.state)
             if after is None:
@@ -211,7 +213,7 @@ class BatchLedger(Generic[Record]):
             self._record(event, batch, before)
             if cause and batch.has_rows and before is not State.SUBMITTED and batch is not self.looking_up:
                 actions.append(DropTicket(batch))
-            if cause and before in _WITH_ROWS:
+            if cause and before in _BEGUN:
                 steps.add(batch.step)
         return actions + [SkipStep(step) for step in sorted(steps - self._stepped) if self._is_left_out(step)]
 
@@ -272,7 +274,7 @@ class BatchLedger(Generic[Record]):
             self.offered = None
         if batch.cause and batch.has_rows:
             self.dropped[batch.cause] += 1
-        if batch.cause and before in _WITH_ROWS:
+        if batch.cause and before in _BEGUN:
             self.num_returned += before is State.LOOKED_UP
             self._pass(batch)
 

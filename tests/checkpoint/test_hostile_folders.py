@@ -10,6 +10,7 @@ import shutil
 import socket
 from collections.abc import Callable
 from contextlib import suppress
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -207,7 +208,7 @@ def test_any_forged_checkpoint_is_refused_or_resumed(run: Path, seed: int) -> No
                 if not isinstance(node[key], dict | list) or not node[key] or rng.random() < 0.3:
                     break
                 node = node[key]
-            node[key] = rng.choice(ODD)
+            node[key] = deepcopy(rng.choice(ODD))
         (run / THREE / MANIFEST).write_bytes(json_with_checksum(forged, 1))
         try:
             with no_hang(SECONDS):

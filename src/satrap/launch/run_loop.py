@@ -121,8 +121,8 @@ def run(
                         case ExitRun(status):
                             if status == 0:
                                 has_record = any((folder / FOLDER).glob("trainer-*"))  # its script has a Progress
-                                command = shlex.join(["satrap", "report", str(folder)])
-                                _LOG.info("finished" + (f"; to draw it: {command}" if has_record else ""))
+                                report = shlex.join(["satrap", "report", str(folder)])
+                                _LOG.info("finished" + (f"; to draw it: {report}" if has_record else ""))
                             return status
                 events = [*launcher.poll(_POLL_SECONDS), *scaler.poll()]
                 events += [stop_requests.pop(0) for _ in range(len(stop_requests))]

@@ -72,8 +72,8 @@ _NEXT = {
 _WITHOUT_ROWS = (State.READ, State.AHEAD)
 _IN_LOOP = (State.AHEAD, State.RETURNED, State.USED)
 _BEGUN = (State.LOOKED_UP, *_IN_LOOP)
-"""Where dropping a batch ends its step: with or without rows, so that trainers whose threads look up at other speeds agree
-which step is the last."""
+"""Where dropping a batch ends its step, whether it has rows or not: so trainers agree which step is the last, however
+fast their threads look up."""
 
 
 class Stage(StrEnum):

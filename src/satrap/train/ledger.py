@@ -72,8 +72,7 @@ _NEXT = {
 _WITHOUT_ROWS = (State.READ, State.AHEAD)
 _IN_LOOP = (State.AHEAD, State.RETURNED, State.USED)
 _BEGUN = (State.LOOKED_UP, *_IN_LOOP)
-"""Where dropping a batch ends its step, whether it has rows or not: so trainers agree which step is the last, however
-fast their threads look up."""
+"""Dropping such a batch ends its step, so trainers agree on the last one, however fast their threads look up."""
 
 
 class Stage(StrEnum):
@@ -191,8 +190,7 @@ class BatchLedger(Generic[Record]):
         """The batch that `next()` is about to return."""
         self.is_exhausted = self.has_ended = False
         """Whether the source has no other batch, and whether the loop knows it."""
-        self._first_step = last_step + 1
-        self._num_read = 0
+        self._first_step, self._num_read = last_step + 1, 0
         self._unsettled: dict[int, Record] = {}  # by number, ascending
         self._to_return: deque[Record] = deque()  # READ or LOOKED_UP
         self._stepped: set[int] = set()  # steps that were submitted, from the oldest open one on

@@ -431,3 +431,16 @@ def test_columns_in_memory_are_checked(column: Any, message: str) -> None:
         if not (isinstance(data, IterableSource) and isinstance(column, tuple) and len(column) == 3):  # it has weights
             with pytest.raises(SourceError, match=message):
                 list(data.batches(["a"]))
+
+
+def test_advice_about_text_works_when_it_is_followed(tmp_path: Path) -> None:
+    """The word that `missing` is compared with, and `columns` for a file without a header."""
+    path = tmp_path / "a.csv"
+    path.write_text("39, State-gov\n40, 13\n")
+    with pytest.raises(SourceError, match=r"no column 'age' .*; known are '39', 'State-gov' \(the first line; without"):
+        CSV(path).batches(["age"])
+    data = CSV(path, columns=["age", "work"], dense="work", strip=True)
+    with pytest.raises(SourceError, match=r"holds 'State-gov'; expected a number, or missing=\('State-gov',\)"):
+        list(data.batches(["age"]))
+    (inputs,) = data.replace(missing=("State-gov",)).batches(["age"])
+    assert inputs.dense is not None and inputs.dense.tolist() == [[0], [13]]

@@ -317,18 +317,6 @@ def test_a_misspelt_column_is_refused_with_the_nearest_name(
     assert str(error.value).startswith(f"{path} {message}")
 
 
-def test_advice_about_text_works_when_it_is_followed(tmp_path: Path) -> None:
-    """The word that `missing` is compared with, and `columns` for a file without a header."""
-    path = write(tmp_path / "a.csv", ["39, State-gov", "40, 13"], "")
-    with pytest.raises(SourceError, match=r"no column 'age' .*; known are '39', 'State-gov' \(the first line; without"):
-        CSV(path).batches(["age"])
-    data = CSV(path, columns=["age", "work"], dense="work", strip=True)
-    with pytest.raises(SourceError, match=r"holds 'State-gov'; expected a number, or missing=\('State-gov',\)"):
-        list(data.batches(["age"]))
-    (inputs,) = data.replace(missing=("State-gov",)).batches(["age"])
-    assert inputs.dense is not None and inputs.dense.tolist() == [[0], [13]]
-
-
 def test_headers_must_exist_and_agree(tmp_path: Path) -> None:
     write(tmp_path / "1.csv", ["1,2"], "a,b\n")
     write(tmp_path / "2.csv", ["1,2"], "b,a\n")

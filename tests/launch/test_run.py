@@ -62,7 +62,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarra
     status, out, err = run_to_its_end(folder, JOB, "--servers", "2", "--trainers", "2", arguments=(str(folder), "160"))
     assert (status, out) == (0, "began\n"), err
     assert "launch 1: starting 2 trainers" in err
-    assert f"satrap run: finished; to draw it: satrap report {folder / 'run'}\n" in err
+    assert "satrap run: finished\n" in err, "its script has no Progress, so there is nothing to draw"
     assert_nothing_is_left(folder, [])
     with np.load(folder / "end.npz") as results:
         return dict(results)

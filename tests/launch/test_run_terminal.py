@@ -75,6 +75,7 @@ def test_one_line_for_all_trainers_continues_after_a_restart(tmp_path: Path) -> 
     assert last.startswith("█" * 20 + " 100%") and "| 1.92k samples, " in last and "step 120 of 120" in last
     assert cursor == "" and not [row for row in output if "samples" in row and "evaluation" not in row]
     assert output.count("began") == output.count("resumed") == 1
+    assert any(row.startswith("satrap run: finished; to draw it: satrap report ") for row in output), output
     assert any("evaluation auc 0.6250 (best)" in row for row in output)
     assert not [row for row in output if "█" in row or "░" in row], output
     assert any(row.startswith("satrap run: launch 2 continues after step 50, from ") for row in output), output
@@ -154,5 +155,5 @@ def test_a_paused_terminal_gets_the_newest_line(monkeypatch: pytest.MonkeyPatch)
         received = b""
         while not received.endswith(b"line 9999\r\n"):
             received += os.read(ours, 1 << 16)
-    assert received.count(b"line") <= 2
+    assert received.count(b"line") < 10, "a terminal that refuses a kilobyte may still accept some lines"
     os.close(ours)

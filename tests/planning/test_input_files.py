@@ -111,7 +111,7 @@ def test_a_wrong_key_of_a_model(tmp_path: Path, change: str, message: str) -> No
         ("[training", "not TOML"),
         (MODEL + "[model]\n", "unknown key 'model'"),
         ("[training]\n", "expected at least one table"),
-        (MODEL.replace("rows = 1e9", ""), "table 'item': found neither rows, num_rows nor a capacity"),
+        (MODEL.replace("rows = 1e9", ""), r"table 'item': found neither rows.* --set tables.item.rows=N"),
         (MODEL.replace("batch_size = 4096", ""), "the key 'batch_size' is missing"),
         (MODEL + MODEL[MODEL.index("[[") :], "table 'item' is listed more than once"),
         ("tables = 3", "tables is 3"),

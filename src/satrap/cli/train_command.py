@@ -126,7 +126,7 @@ def train_model(options: argparse.Namespace) -> Iterator[str]:
     script.write_text(write_script(plan, settings))
     command = shlex.join(["python", str(script)])
     if options.script is not None:
-        yield f"{script}: written; run it with: {command}"
+        yield f"{script}: written; run it with: {command} (on servers: {shlex.join(['satrap', 'run', str(script)])})"
         return
     yield f"{script}: written, and running: a DCN, then a logistic regression"
     passes = "1 pass" if settings.epochs == 1 else f"{settings.epochs} passes"

@@ -120,13 +120,21 @@ def run(
                             scaler.pause(seconds)
                         case ExitRun(status):
                             if status == 0:
-                                has_record = any((folder / FOLDER).glob("trainer-*"))  # its script has a Progress
                                 report = shlex.join(["satrap", "report", str(folder)])
-                                _LOG.info("finished" + (f"; to draw it: {report}" if has_record else ""))
+                                _LOG.info("finished" + (f"; to draw it: {report}" if _has_record(folder) else ""))
                             return status
                 events = [*launcher.poll(_POLL_SECONDS), *scaler.poll()]
                 events += [stop_requests.pop(0) for _ in range(len(stop_requests))]
                 commands = [command for event in events for command in supervisor.handle(event, time.monotonic())]
+
+
+def _has_record(folder: Path) -> bool:
+    """Return whether a trainer has recorded something, which one does whose script has a `Progress`."""
+    for path in (folder / FOLDER).glob("trainer-*"):
+        with path.open("rb") as file:
+            if file.read(64).strip():
+                return True
+    return False
 
 
 @contextmanager

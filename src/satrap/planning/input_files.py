@@ -121,7 +121,7 @@ def _table_load(data: Mapping[str, Any]) -> TableLoad:
     if rows is None:
         raise ConfigError(
             f"{where}: found neither rows, num_rows nor a capacity; expected the number of rows at the end of "
-            "training: add rows, or for a script --set tables.NAME.rows=N"
+            f"training: add rows, or for a script --set tables.{table.name}.rows=N"
         )
     rows = whole_number(where, "rows", rows, 1)
     if table.capacity is not None and table.on_full != "grow" and rows > table.capacity:

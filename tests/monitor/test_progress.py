@@ -38,7 +38,10 @@ def test_line() -> None:
     assert " | lost 3 batches/unused | cut 1.5k ids/clicked | ms/step" in line(
         replace(FULL, lost={"batches/unused": 3, "ids/clicked": 1500})
     )
-    evaluated = "step 1,200 | evaluation auc 0.7900 log_loss 0.4321 (best) | 4.92M samples in 01:02, 01:02 left"
+    evaluated = (
+        "step 1,200 | evaluation auc 0.7900 log_loss 0.4321 (best) | 4.92M samples in 01:02, 01:02 left | "
+        "training loss 0.4412 | AUC 0.7812 NE 0.8401 of the last 65.5k"
+    )
     assert line(EVALUATED) == evaluated
     assert line(replace(EVALUATED, is_best=False)) == evaluated.replace(" (best)", "")
     by_loss = replace(EVALUATED, best_by="log_loss")

@@ -9,7 +9,7 @@ import secrets
 import shlex
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -92,7 +92,7 @@ def run(
     run_state.write(file)
     if launch:
         _LOG.info("adds launch %d to the records in %s (--folder names another folder)", launch + 1, folder)
-    supervisor = Supervisor(run_config, run_state)
+    supervisor, recorded = Supervisor(run_config, run_state), _record_sizes(folder)
     with ExitStack() as stack:  # each is called, whatever the others raise
         stack.callback(launcher.remove_files, run_state.name)
         stack.callback(launcher.close)
@@ -120,18 +120,23 @@ def run(
                             scaler.pause(seconds)
                         case ExitRun(status):
                             if status == 0:
-                                report = shlex.join(["satrap", "report", str(folder)])
-                                _LOG.info("finished" + (f"; to draw it: {report}" if _has_record(folder) else ""))
+                                report = f"; to draw it: {shlex.join(['satrap', 'report', str(folder)])}"
+                                _LOG.info("finished%s", report if _has_grown(folder, recorded) else "")
                             return status
                 events = [*launcher.poll(_POLL_SECONDS), *scaler.poll()]
                 events += [stop_requests.pop(0) for _ in range(len(stop_requests))]
                 commands = [command for event in events for command in supervisor.handle(event, time.monotonic())]
 
 
-def _has_record(folder: Path) -> bool:
-    """Return whether a trainer has recorded something, which one does whose script has a `Progress`."""
-    for path in (folder / FOLDER).glob("trainer-*"):
+def _record_sizes(folder: Path) -> dict[Path, int]:
+    return {path: path.stat().st_size for path in (folder / FOLDER).glob("trainer-*")}
+
+
+def _has_grown(folder: Path, sizes: Mapping[Path, int]) -> bool:
+    """Return whether a trainer has recorded something since its file had this size: its script has a `Progress`."""
+    for path in _record_sizes(folder):
         with path.open("rb") as file:
+            file.seek(sizes.get(path, 0))
             if file.read(64).strip():
                 return True
     return False

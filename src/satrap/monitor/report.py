@@ -238,13 +238,14 @@ def _phrases(report: Report) -> list[str]:
         by = "" if report.best_by is None else f" {report.best_by}"
         phrases.append(f"evaluation {metrics}{f' (best{by})' if report.is_best else ''}")
     phrases.append(f"{short(report.samples)} samples in {_clock(report.seconds)}{left}")
-    if report.validation:
-        return phrases  # the next line has the numbers of training
-    phrases.append(f"{short(report.samples_per_second)}/s")
+    if not report.validation:
+        phrases.append(f"{short(report.samples_per_second)}/s")
     if report.loss is not None:
-        phrases.append(f"loss {report.loss:.4f}")
+        phrases.append(f"{'training ' if report.validation else ''}loss {report.loss:.4f}")
     if report.auc is not None and report.normalised_entropy is not None:
         phrases.append(f"AUC {report.auc:.4f} NE {report.normalised_entropy:.4f} of the last {short(report.window)}")
+    if report.validation:
+        return phrases
     if report.staleness is not None:
         phrases.append(f"staleness {report.staleness:.1f}, at most {report.max_staleness}")
     if report.rows:

@@ -240,7 +240,7 @@ class TorchTables:
         optimizers = [torch.optim.SGD(part.parameters(), lr=LR) for part in (model, nn.ModuleList(bags))]
         prepared = [(self._ids(numbers, is_fused=is_fused), *others) for numbers, *others in batches]
         for batch in cycle(prepared):
-            ids, dense, labels = (torch.from_numpy(each).to(device()) for each in batch)
+            ids, dense, labels = (torch.from_numpy(array).to(device()) for array in batch)
             blocks = [bag(of_bag).view(len(dense), -1) for bag, of_bag in zip(bags, ids, strict=True)]
             yield step.run(dense, blocks[0] if is_fused else torch.cat(blocks, 1), labels, optimizers)
 

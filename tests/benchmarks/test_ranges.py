@@ -27,7 +27,8 @@ def test_the_results_of_the_readme_are_those_of_the_records() -> None:
     ]
     readme = (ROOT / "README.md").read_text()
     found = re.findall(r"^\| .* \| (\S+) to (\S+) \|$", readme, re.MULTILINE)
-    worst_and_best = [(min(each), max(each)) for each in (medians(f"train/{case}") for case in cases)]
+    of_cases = [medians(f"train/{case}") for case in cases]
+    worst_and_best = [(min(processors), max(processors)) for processors in of_cases]
     assert found == [(f"{worst:.1f}", f"{best:.1f}") for worst, best in worst_and_best]
 
 

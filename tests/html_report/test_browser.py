@@ -132,7 +132,7 @@ def check_pictures(browser: Browser, scheme: str) -> None:
     boxes = "[...document.querySelectorAll('.plot svg')].map(svg => svg.getBoundingClientRect().toJSON())"
     pictures = [browser.picture(box) for box in browser.evaluate(boxes)]
     coloured = [picture.max(-1) - picture.min(-1) > 64 for picture in pictures]  # axes and texts are grey
-    assert all(10 < each.sum() < 0.2 * each.size for each in coloured), scheme
+    assert all(10 < pixels.sum() < 0.2 * pixels.size for pixels in coloured), scheme
     assert coloured[0].any(0).mean() > 0.7, "the loss has a value at most steps"
 
 

@@ -240,7 +240,7 @@ def test_trainers_agree_on_the_life_of_each_batch(case: Case) -> None:
     try:
         made = threads.run(lambda rank: trainers[rank].run())
         assert all(others == made[0] for others in made), made
-        shared = [each.embeddings.tables["shared"].read(np.zeros(1, np.uint64)).values[0, 0] for each in trainers]
+        shared = [trainer.embeddings.tables["shared"].read(np.zeros(1, np.uint64)).values[0, 0] for trainer in trainers]
         gradients = sum(one.gradient for one in trainers[0].batches if one.is_submitted)
         assert sum(shared) == pytest.approx(-num * gradients, abs=1e-4), "the weights of a step have the mean 1"
     finally:

@@ -28,7 +28,7 @@ from satrap.html_report.chart import (
 from satrap.html_report.figures import _validation, bins
 from satrap.html_report.markup import element, escape, json_script
 from satrap.html_report.run_records import Loop, Point, RunRecords, Series, cuts, rates, series_of
-from satrap.html_report.summary import tiles, warnings
+from satrap.html_report.summary import listings, tiles, title_of, warnings
 
 numbers = st.floats(-1e12, 1e12)
 points = st.lists(st.tuples(numbers, st.none() | numbers), max_size=200)
@@ -307,3 +307,23 @@ def test_a_metric_that_the_best_evaluation_lacks_has_no_note_of_it() -> None:
     run.loops[0].evaluations += [line | {"seconds": 1.0} for line in lines]
     notes = {name: _validation({"": run}, name).notes for name in ("auc", "test AUC")}
     assert notes == {"auc": ["At the best evaluation, step 1: 0.7."], "test AUC": []}
+
+
+def test_a_run_that_recorded_nothing_does_not_name_the_charts_of_an_earlier_one() -> None:
+    runs = [
+        {"kind": "run", "at": at, "settings": {"script": f"/job/{name}.py", "servers": at}}
+        for at, name in ((10, "a"), (20, "b"))
+    ]
+    records = RunRecords(name="run", events=runs)
+
+    def shown() -> tuple[str, object, list[str]]:
+        settings = [listing.rows for listing in listings(records) if listing.title == "Settings of satrap run"]
+        return title_of(records), settings[0][1][1], warnings(records)
+
+    assert shown() == ("b.py in run", "20", []), "the only thing known"
+    records.loops = [Loop(rank=0, start={"at": 11.0})]
+    title, servers, (warning,) = shown()
+    assert (title, servers) == ("a.py in run", "10")
+    assert warning.startswith("The last run in this folder (b.py) recorded no step, so the charts and settings are")
+    records.loops.insert(0, Loop(rank=0, start={"at": 30.0, "script": "c.py"}))
+    assert shown() == ("c.py in run", "20", []), "the latest, whichever trainer is listed last"

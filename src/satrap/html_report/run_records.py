@@ -102,6 +102,13 @@ class RunRecords:
     """Number of runs in the same folder that ended before this one began at the first step; they are left out."""
 
     @property
+    def starts(self) -> tuple[Record, Record]:
+        """The records of the `satrap run` whose trainers recorded last, and of the last one; empty if there is none."""
+        runs: list[Record] = [event for event in self.events if event["kind"] == "run"]
+        last = max((loop.began_at for loop in self.loops), default=math.inf)
+        return next((event for event in reversed(runs) if event["at"] <= last), {}), runs[-1] if runs else {}
+
+    @property
     def intervals(self) -> list[Record]:
         """All intervals, by rank, then by time."""
         return [interval for loop in self.loops for interval in loop.intervals]

@@ -17,13 +17,17 @@ _MAX_VALUE = 300  # characters of a setting
 
 def title_of(run: RunRecords) -> str:
     """Return the title of the page."""
-    scripts = [loop.start.get("script") for loop in run.loops]
-    scripts += [event.get("settings", {}).get("script") for event in run.events]
-    names = [str(script).rpartition("/")[2] for script in scripts if script]
-    title = f"{names[-1]} in {run.name}" if names and names[-1] else f"Run {run.name}"
+    recorded = max(run.loops, key=lambda loop: loop.began_at, default=Loop(rank=0))
+    name = _script_of(recorded.start) or _script_of(run.starts[0].get("settings", {}))
+    title = f"{name} in {run.name}" if name else f"Run {run.name}"
     settings = [loop.settings.get("script") for loop in run.loops]
     data = [given["data"] for given in settings if isinstance(given, Mapping) and given.get("data")]
     return f"{title}: {_shown(data[-1])}" if data else title
+
+
+def _script_of(record: Mapping[str, Any]) -> str:
+    """Return the file name of the script that a record names; empty if it names none."""
+    return str(record.get("script") or "").rpartition("/")[2]
 
 
 def state_of(run: RunRecords, now: float) -> tuple[str, str]:
@@ -113,6 +117,13 @@ def warnings(run: RunRecords) -> list[str]:
             f"This folder has {_count(run.num_earlier, 'earlier run')}, which this one did not continue and the page "
             "leaves out: give each run its own --folder."
         )
+    shown, last = run.starts
+    if last != shown:
+        script = _script_of(last.get("settings", {})) or "of an unknown script"
+        notes.append(
+            f"The last run in this folder ({script}) recorded no step, so the charts and settings are those of an "
+            "earlier one. Scripts record steps with satrap.Progress."
+        )
     superseded = zip(run.first_loops, cuts(run.first_loops), strict=True)
     lines = [(line, cut) for loop, cut in superseded for line in loop.intervals if line["step"] >= cut]
     if again := sum(line["step"] + 1 - max(line["first_step"], int(cut)) for line, cut in lines):
@@ -185,12 +196,11 @@ def listings(run: RunRecords) -> list[Listing]:
     script, tables, features = (settings.pop(name, None) for name in ("script", "tables", "features"))
     names = {"command": "command", "commit": "commit", "version": "satrap"}
     code = {name: latest.start[key] for key, name in names.items() if latest.start.get(key)}
-    started = [event.get("settings") for event in run.events if event["kind"] == "run"]
     changes = Listing("Settings that changed between launches", ("setting", "before", "now"), _changes(loops))
     shown = [
         _pairs("Code", code),
         _pairs("Settings of the script", script, "The script gave none: Progress(settings=...)."),
-        _pairs("Settings of satrap run", started[-1] if started else None),
+        _pairs("Settings of satrap run", run.starts[0].get("settings")),
         _pairs("Settings of the embeddings", settings, "None were recorded."),
         changes,
         _table_listing(run, tables),

@@ -1,6 +1,10 @@
-"""The public names of Satrap: each is imported from the file that defines it; nothing is defined here.
+"""Trains PyTorch ranking models whose embeddings outgrow one machine.
 
-Importing this package is cheap on purpose: it needs numpy and the native core, never torch or pyarrow.
+Declare each `Table`, give the features to `Embeddings`, and train on the batches of `embeddings.stream(data)`. Data are
+a `Parquet`, a `CSV` or their like. `help(satrap.Embeddings)` says more, and docs/index.md leads on.
+
+This file defines nothing: it has the public names, each from the file that defines it. Importing it needs numpy and the
+native core, never torch or pyarrow.
 """
 
 from importlib import import_module

@@ -385,6 +385,8 @@ def test_misuse_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"Window: num_samples is 0 .*; expected an integer of at least 1"):
         Progress(None, [], window=0)
     progress = Progress(None, [])
+    with pytest.raises(InputError, match=r"Progress\.step: batch is a Tensor; expected that of a stream"):
+        progress.step(torch.tensor(0.5))  # type: ignore[arg-type]
     progress.close()
     with pytest.raises(InputError, match=r"Progress\.step: this Progress is closed; create a new one"):
         progress.step(SteppedBatch())

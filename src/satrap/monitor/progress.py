@@ -118,6 +118,11 @@ class Progress:
         All are read at the next report."""
         if self._closed:
             raise InputError("Progress.step: this Progress is closed; create a new one")
+        if not hasattr(batch, "step"):
+            kind = type(batch).__name__
+            raise InputError(
+                f"Progress.step: batch is a {kind}; expected that of a stream, as in step(batch, loss=loss)"
+            )
         if scores is not None:
             labels = batch.label if labels is None else labels
             for name, values in (("labels", labels), ("scores", scores)):  # raises at the user's line

@@ -15,7 +15,7 @@ import torch
 from checkpoint_job import NUM_IDS, Job, Source, names, run_killed, same, uninterrupted
 from logged import logged, received
 from loop import batches, job, loss_of
-from satrap import Checkpoint, IterableSource
+from satrap import CSV, Checkpoint, Embeddings, IdColumn, IterableSource, Table
 from satrap.checkpoint.state_dict_file import FrozenState, read_state
 from satrap.config.durable import checksum
 from satrap.errors import CheckpointError, SatrapError, SnapshotError, StreamError
@@ -172,22 +172,23 @@ def test_a_dense_optimizer_is_refused(tmp_path: Path) -> None:
 
 def test_a_plain_list_continues_at_its_position(tmp_path: Path) -> None:
     """Sources are not the only data with positions: an iterable is read again up to its position."""
-    data: Any = list(Source(6).batches({"user": None, "item": None}))
-    job = Job(str(tmp_path), 6)
-    job.source = job.run._data = data
-    with job.embeddings.stream(data) as stream:
-        for batch in stream:
-            batch.embeddings.sum().backward()
-            job.optimizer.step()
-            job.run.save(every_steps=4)
-            if batch.step == 5:
+    data = batches(6)
+    for until in (5, 6):
+        embeddings, model, optimizer = job()
+        run = Checkpoint(tmp_path, model, optimizer, embeddings, data)
+        assert run.resume() == (until == 6)
+        rest = []
+        for batch in embeddings.stream(data):
+            rest.append((batch.step, batch.inputs.values))
+            loss_of(model, batch).backward()
+            optimizer.step()
+            run.save(every_steps=4)
+            if batch.step == until:
                 break
-    again = Job(str(tmp_path), 6)
-    again.source = again.run._data = data
-    assert again.run.resume()
-    rest = [(batch.step, batch.inputs.values) for batch in again.embeddings.stream(data)]
+        embeddings.close()
     assert [step for step, _ in rest] == [5, 6]
-    np.testing.assert_array_equal([values for _, values in rest], [inputs.values for inputs in data[4:]])
+    for (_, values), inputs in zip(rest, data[4:], strict=True):
+        np.testing.assert_array_equal(values, inputs.values)
 
 
 def test_a_replaced_source_is_refused_where_its_position_would_be_lost(tmp_path: Path) -> None:
@@ -197,10 +198,45 @@ def test_a_replaced_source_is_refused_where_its_position_would_be_lost(tmp_path:
     for other in (data.replace(seed=1), data.replace(seed=1).replace(seed=2)):
         with pytest.raises(StreamError, match=r"is a replace\(\) of the one passed to Checkpoint\(\.\.\.\)"):
             embeddings.stream(other)
-    embeddings.stream(IterableSource(batches(4))).close()  # data without a checkpoint
+    with logged("satrap.train", match=r"reads another source than the one passed to Checkpoint\(\.\.\.\)"):
+        embeddings.stream(IterableSource(batches(4))).close()
+    embeddings.stream(IterableSource(batches(4))).close()  # said once
     embeddings.stream(data).close()
     embeddings.eval()
     embeddings.stream(data.replace(seed=1)).close()
+
+
+@pytest.mark.parametrize("is_derived", [False, True])
+def test_an_equal_source_is_the_one_passed_to_the_checkpoint(tmp_path: Path, is_derived: bool) -> None:
+    (tmp_path / "a.csv").write_text("user,label\n" + "".join(f"{user},{user % 2}\n" for user in range(40)))
+
+    def source() -> CSV:
+        data = CSV(str(tmp_path / "a.csv"), label="label", batch_size=4, ids={"user": IdColumn()})
+        return data.replace(share=(0, 0.9)) if is_derived else data
+
+    trained = []
+    for until in (3, 100):
+        embeddings = Embeddings({"user": Table("user", dim=2)})
+        model = torch.nn.Linear(2, 1)
+        optimizer = embeddings.optimizer(torch.optim.Adam(model.parameters()))
+        run = Checkpoint(tmp_path / "run", model, optimizer, embeddings, source())
+        assert run.resume() == (until == 100)
+        for batch in embeddings.stream(source()):
+            model(batch.embeddings).sum().backward()
+            optimizer.step()
+            trained += batch.inputs.values.tolist()
+            if batch.step == until:
+                break
+        run.save()
+    assert trained == [user for batch in source().batches(["user"]) for user in batch.values.tolist()]
+
+
+@pytest.mark.parametrize("kind", ["str", "Path", "Stream"])
+def test_what_is_no_data_is_refused(tmp_path: Path, kind: str) -> None:
+    embeddings, model, optimizer = job()
+    data = {"str": "a.csv", "Path": tmp_path, "Stream": embeddings.stream([])}[kind]
+    with pytest.raises(CheckpointError, match=rf"data is a .*{kind}; expected the source that embeddings"):
+        Checkpoint(tmp_path / "run", model, optimizer, embeddings, data)
 
 
 def test_data_with_offsets_continues_with_untrained_items(tmp_path: Path) -> None:
@@ -224,7 +260,7 @@ def test_data_with_offsets_continues_with_untrained_items(tmp_path: Path) -> Non
             if batch.step == until:
                 break
         run.save()
-        embeddings.stream([]).close()
+        embeddings.close()
     assert requested == [None, 3], "the last item is requested again, and skipped"
     assert [values.tolist() for values in trained] == [each.values.tolist() for each in items]
 

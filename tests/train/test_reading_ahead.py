@@ -242,7 +242,7 @@ def test_a_checkpoint_counts_no_batch_that_was_only_read(how: str, overlap: bool
         if batch.step == 4:
             run.save()
             break
-    embeddings.stream([]).close()
+    embeddings.close()
     embeddings, model, optimizer = job()
     assert Checkpoint(tmp_path, model, optimizer, embeddings, data).resume() and embeddings.step == 4
     for batch in HOW[how](embeddings.stream(data, overlap=overlap)):

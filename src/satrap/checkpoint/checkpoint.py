@@ -46,6 +46,7 @@ from satrap.train.embeddings import Embeddings, session_of
 from satrap.train.optimizer import HybridOptimizer
 from satrap.train.prefetched_batches import LoaderState, PrefetchedBatches
 from satrap.train.process_group import unwrap
+from satrap.train.stream import Stream
 from satrap.transfer import Transfer
 
 _LOG = logging.getLogger("satrap.checkpoint")
@@ -71,8 +72,8 @@ class Checkpoint:
     ) -> None:
         """keep: number of checkpoints to keep, not counting parents that they need.
 
-        data: the source that the training stream reads, or the loader of `Embeddings.prefetch`; its position is saved
-            and restored.
+        data: the source that the training stream reads, or an equal one, or the loader of `Embeddings.prefetch`; its
+            position is saved and restored.
         full_every: save the tables in full every so many saves, and in between as deltas to the last save, unless a
             table no longer tracks all changes since.
         extra_state: other objects with state_dict and load_state_dict, by name: schedulers, a GradScaler.
@@ -87,6 +88,11 @@ class Checkpoint:
             raise CheckpointError(
                 f"embeddings is {kind_of(embeddings)}; expected the satrap.Embeddings: "
                 "Checkpoint(path, model, optimizer, embeddings, data)"
+            )
+        if isinstance(data, str | os.PathLike | Stream):
+            raise CheckpointError(
+                f"data is {kind_of(data)}; expected the source that embeddings.stream(...) reads, such as a "
+                "satrap.CSV, or the loader of embeddings.prefetch(...)"
             )
         if taken := {"model", "optimizer"} & set(extra_state or {}):
             raise CheckpointError(f"extra_state has the reserved names {sorted(taken)}: use other names")

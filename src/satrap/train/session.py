@@ -7,7 +7,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,6 +35,7 @@ from satrap.train.process_group import ProcessGroup, note_missing_trainer
 from satrap.train.row_state import require_own_rows, require_rows, rows_state
 from satrap.train.step_lookups import read_without_training
 from satrap.train.stream import Stream
+from satrap.train.tracked_sources import TrackedSource, TrackedSources, is_same
 from satrap.worker.rows import Ids
 from satrap.worker.worker import Worker
 
@@ -78,7 +78,7 @@ class TrainingSession:
         own = weakref.ref(self)
         describe_process("trainer", number=trainers.rank, step=lambda: None if (me := own()) is None else me.step)
         self._past_counters = Counters()  # totals of ended training streams
-        self._tracked: dict[int, _TrackedSource] = {}  # by id(): a list can be a source, and is not hashable
+        self._tracked = TrackedSources()
         self._training: Stream | ModuleLookups | None = None
         self._training_data: Any = None
         self._paddings: dict[str, set[int | None]] = {}  # what modules skip, by table
@@ -165,14 +165,14 @@ class TrainingSession:
 
     def track_position(self, data: Any) -> None:
         """Start to track `position_of(data)`."""
-        self._tracked.setdefault(id(data), _TrackedSource(data))
+        self._tracked.track(data)
 
     def position_of(self, data: Any) -> Position | None:
         """Return the position of a tracked source after its last batch that was updated or dropped; None if it has none
         yet."""
-        if self._training is not None and self._training_data is data:
+        if self._training is not None and is_same(self._training_data, data):
             return self._training.position
-        tracked = self._tracked.get(id(data))
+        tracked = self._tracked.find(data)
         return None if tracked is None else tracked.position
 
     def end_streams(self) -> None:
@@ -185,7 +185,8 @@ class TrainingSession:
         """Make the next training stream continue after the step, and one over `data` at the position."""
         self._leave_stream()
         self._step = step
-        self._tracked[id(data)] = _TrackedSource(data, position, resume=True)
+        tracked = self._tracked.track(data)
+        tracked.position, tracked.resume = position, True
 
     def signature_of(self, data: Any) -> Mapping[str, Any] | None:
         """Return what a position in the source depends on; None if the source has no signature."""
@@ -197,17 +198,11 @@ class TrainingSession:
         """Start a training stream. All trainers call this."""
         if self.on_hold is None:
             raise StreamError("no optimizer: call embeddings.optimizer(...) before a training stream, or eval() first")
-        if id(data) not in self._tracked and getattr(data, "origin", None) in self._tracked:
-            raise StreamError(
-                "this source is a replace() of the one passed to Checkpoint(...), so its position would not be saved: "
-                "stream the source itself (epochs=N with shuffle=True reads it in another order each time, path= "
-                "takes a list), or create the Checkpoint without a source and start each stream where you want it"
-            )
         share = (
             {"rank": self.trainers.rank, "world_size": self.trainers.world_size} if self.trainers.world_size > 1 else {}
         )
 
-        def read(tracked: _TrackedSource | None) -> tuple[Iterator[Inputs], Position | None]:
+        def read(tracked: TrackedSource | None) -> tuple[Iterator[Inputs], Position | None]:
             position = tracked.position if tracked is not None and tracked.resume else None
             batches = self.worker.batches(data, position, **share)
             return self.dense.batches(batches, self.features.names, self._unawaited(accumulate)), position
@@ -237,7 +232,7 @@ class TrainingSession:
             raise StreamError("no optimizer: call embeddings.optimizer(...) before you iterate over prefetch(...)")
         worker = self.worker.by_table()
 
-        def read(tracked: _TrackedSource | None) -> tuple[Iterator[Inputs], Position | None]:
+        def read(tracked: TrackedSource | None) -> tuple[Iterator[Inputs], Position | None]:
             position, is_resumed = (None, False) if tracked is None else (tracked.position, tracked.resume)
             first = items.begin(position, is_resumed=is_resumed, is_tracked=tracked is not None)
             names = worker.features.names
@@ -248,18 +243,19 @@ class TrainingSession:
     def _start_stream(
         self,
         data: Any,
-        read: "Callable[[_TrackedSource | None], tuple[Iterator[Inputs], Position | None]]",
+        read: "Callable[[TrackedSource | None], tuple[Iterator[Inputs], Position | None]]",
         worker: Worker,
         device: torch.device,
         accumulate: int,
         overlap: bool,
     ) -> Stream:
         """read: returns the batches of the data, and the position at which they begin."""
+        tracked = self._tracked.begin(data)
         self._begin_training()
         ledger: BatchLedger[InFlightBatch] = BatchLedger(
             self.staleness, accumulate=accumulate, deterministic=self.deterministic, last_step=self.step
         )
-        inputs, ledger.position = read(tracked := self._tracked.get(id(data)))
+        inputs, ledger.position = read(tracked)
         how: dict[str, Any] = {"device": device, "overlap": overlap, "on_hold": self._hold, "dense": self.dense}
         with Uninterrupted():
             self._training_data = data
@@ -326,7 +322,7 @@ class TrainingSession:
         self._training.close(f"this stream ended when {why}")
         with Uninterrupted():
             self._step, self._past_counters = self._training.last_step, self._past_counters + self._training.counters()
-            if (tracked := self._tracked.get(id(self._training_data))) is not None and not tracked.resume:
+            if (tracked := self._tracked.find(self._training_data)) is not None and not tracked.resume:
                 tracked.position = self._training.position
             self._training = self._training_data = None
 
@@ -479,13 +475,3 @@ class TrainingSession:
         if self._worker is not None and self._worker.stop_own_server is not None:
             with suppress(RuntimeError):  # another trainer has failed
                 self.trainers.all(True, patient=True)
-
-
-@dataclass(slots=True)
-class _TrackedSource:
-    """A source whose position a checkpoint saves."""
-
-    data: Any
-    position: Position | None = None
-    resume: bool = False
-    """Whether the next stream over it starts at the position."""

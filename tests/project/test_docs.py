@@ -214,12 +214,12 @@ def after_training(namespace: dict[str, Any]) -> None:
 
 
 def after_checkpoints(namespace: dict[str, Any]) -> None:
-    assert namespace["embeddings"].step == 40 and sorted(os.listdir("run"))[-1].endswith("step-40")
+    assert namespace["embeddings"].step == 40 and sorted(os.listdir("item-run"))[-1].endswith("step-40")
 
 
 def after_gpu(namespace: dict[str, Any]) -> None:
     assert namespace["embeddings"].step == 41 and namespace["looked_up"].embeddings.shape == (512, 48)
-    assert sorted(os.listdir("run"))[-1].endswith("step-40") and len(namespace["embeddings"].tables["item"]) > 100
+    assert sorted(os.listdir("gpu-run"))[-1].endswith("step-40") and len(namespace["embeddings"].tables["item"]) > 100
 
 
 CHECKS: dict[str, Callable[[dict[str, Any]], None]] = {

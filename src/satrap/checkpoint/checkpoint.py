@@ -80,22 +80,7 @@ class Checkpoint:
         save_memory: most bytes of memory, here or on each server, that a save with wait=False may take for rows that
             change before they are written; beyond it, training waits for the save.
         """
-        if not isinstance(optimizer, HybridOptimizer):
-            raise CheckpointError(
-                f"optimizer is {kind_of(optimizer)}; expected the one that embeddings.optimizer(...) returned"
-            )
-        if not isinstance(embeddings, Embeddings):
-            raise CheckpointError(
-                f"embeddings is {kind_of(embeddings)}; expected the satrap.Embeddings: "
-                "Checkpoint(path, model, optimizer, embeddings, data)"
-            )
-        if isinstance(data, str | os.PathLike | Stream):
-            raise CheckpointError(
-                f"data is {kind_of(data)}; expected the source that embeddings.stream(...) reads, such as a "
-                "satrap.CSV, or the loader of embeddings.prefetch(...)"
-            )
-        if taken := {"model", "optimizer"} & set(extra_state or {}):
-            raise CheckpointError(f"extra_state has the reserved names {sorted(taken)}: use other names")
+        _require_parts(optimizer, embeddings, data, extra_state)
         for name, value in (("keep", keep), ("full_every", full_every), ("save_memory", save_memory)):
             _require_count(name, value)
         self._directory, context = RunDirectory(path), current_context()
@@ -327,7 +312,7 @@ class Checkpoint:
         if self._objects.keys() != state["objects"].keys():
             raise CheckpointError(
                 f"{path} has the state of {sorted(state['objects'])}; this job has {sorted(self._objects)}: pass "
-                "Checkpoint the same extra_state as when it was saved"
+                "Checkpoint the same extra_state as when it was saved, or another folder if this is another run"
             )
         require_model(path, state["objects"]["model"], self._objects["model"].state_dict())
         if sorted(entry.tables) != sorted(names):
@@ -458,6 +443,25 @@ class _SaveFigures:
         yield Sample("satrap_last_checkpoint_seconds", self.seconds)
         yield Sample("satrap_last_checkpoint_pause_seconds", self.pause_seconds)
         yield Sample("satrap_last_checkpoint_timestamp_seconds", self.at)
+
+
+def _require_parts(optimizer: object, embeddings: object, data: object, extra_state: Mapping[str, Any] | None) -> None:
+    if not isinstance(optimizer, HybridOptimizer):
+        raise CheckpointError(
+            f"optimizer is {kind_of(optimizer)}; expected the one that embeddings.optimizer(...) returned"
+        )
+    if not isinstance(embeddings, Embeddings):
+        raise CheckpointError(
+            f"embeddings is {kind_of(embeddings)}; expected the satrap.Embeddings: "
+            "Checkpoint(path, model, optimizer, embeddings, data)"
+        )
+    if isinstance(data, str | os.PathLike | Stream):
+        raise CheckpointError(
+            f"data is {kind_of(data)}; expected the source that embeddings.stream(...) reads, such as a "
+            "satrap.CSV, or the loader of embeddings.prefetch(...)"
+        )
+    if taken := {"model", "optimizer"} & set(extra_state or {}):
+        raise CheckpointError(f"extra_state has the reserved names {sorted(taken)}: use other names")
 
 
 def _require_count(name: str, value: object) -> None:

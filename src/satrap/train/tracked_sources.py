@@ -19,6 +19,8 @@ class TrackedSource:
     position: Position | None = None
     resume: bool = False
     """Whether the next stream over it starts at the position."""
+    is_read: bool = False
+    """Whether a training stream read it."""
 
 
 def is_same(data: Any, other: Any) -> bool:
@@ -46,16 +48,18 @@ class TrackedSources:
     def begin(self, data: Any) -> TrackedSource | None:
         """Return the tracked source that a training stream over `data` reads. None if there is none: then its position
         will not be saved, which is an error where a checkpoint has a source that `data` was derived from, and else
-        worth a warning where a checkpoint has another one."""
+        worth a warning if checkpoints only have sources that no stream has read."""
         tracked = self.find(data)
-        others = [] if tracked else [other.data for other in self._sources if other.data is not None]
-        if any(getattr(data, "origin", None) == id(other) for other in others):
+        others = [other for other in self._sources if other.data is not None]
+        if tracked is None and any(getattr(data, "origin", None) == id(other.data) for other in others):
             raise StreamError(
                 "this source is a replace() of the one passed to Checkpoint(...), so its position would not be saved: "
                 "stream the source itself (epochs=N with shuffle=True reads it in another order each time, path= "
                 "takes a list), or create the Checkpoint without a source and start each stream where you want it"
             )
-        if others and not self._has_warned:
+        if tracked is not None:
+            tracked.is_read = True
+        elif others and not self._has_warned and not any(other.is_read for other in others):
             self._has_warned = True
             _LOG.warning(
                 "this stream reads another source than the one passed to Checkpoint(...): checkpoints do not save its "

@@ -96,7 +96,7 @@ class _Decoder:
             return arrow.LargeListArray.from_arrays(arrow.array(_offsets(_numpy(lengths))), items, mask=array.is_null())
         array = self._decoded(array)
         if column.time is not None and not types.is_null(array.type):
-            if not (types.is_timestamp(array.type) or types.is_date(array.type)):
+            if not is_time(arrow, array.type):
                 self._refuse_type(column.name, array.type, "timestamps or dates, as declared (time)")
             array = _time_part(arrow, array, column.time)
             if isinstance(column, IdColumn) and boundaries is None:
@@ -144,6 +144,8 @@ class _Decoder:
             array, valid, wrong = whole_decimals(array)
         elif not (types.is_integer(kind) or types.is_boolean(kind) or is_decimal):
             hint = "; convert them, or declare kind='integer' if they are whole" if types.is_floating(kind) else ""
+            if is_time(arrow, kind):
+                hint = f"; of times, declare what to read: IdColumn({column.name!r}, time='days'), e.g."
             if types.is_nested(kind):
                 hint = "; give the ids of all items one after another, and how many each has as numbers beside them"
             self._refuse_type(column.name, kind, f"integers or strings for ids{hint}")
@@ -205,7 +207,7 @@ class _Decoder:
             lengths = _numpy(self.arrow.compute.list_value_length(given).fill_null(0)).astype(np.int64)
             flat = given.flatten()
         types = self.arrow.types
-        if what == "numbers" and (types.is_timestamp(flat.type) or types.is_date(flat.type)):
+        if what == "numbers" and is_time(self.arrow, flat.type):
             flat = _time_part(self.arrow, flat, "seconds")
         if not (_is_number(self.arrow, flat.type) or types.is_null(flat.type)):
             self._refuse_type(name, given.type, "numbers for weights" if what == "weights" else "numbers or timestamps")
@@ -261,7 +263,9 @@ class _Decoder:
         elif _is_number(self.arrow, flat.type):
             numbers[has_width] = _floats(flat).reshape(shape)
         elif not self.arrow.types.is_null(flat.type):
-            self._refuse_type(column.name, array.type, "numbers, or strings of numbers")
+            example = f"DenseColumn({column.name!r}, time='days'), e.g."
+            hint = f"; of times, declare what to read: {example}" if is_time(self.arrow, flat.type) else ""
+            self._refuse_type(column.name, array.type, f"numbers, or strings of numbers{hint}")
         self._fault(
             column.name, np.logical_or.reduce(np.isinf(numbers), axis=1), array, "finite numbers that float32 can hold"
         )
@@ -421,6 +425,10 @@ def is_list(arrow: Any, kind: Any) -> bool:
         or types.is_list_view(kind)
         or types.is_large_list_view(kind)
     )
+
+
+def is_time(arrow: Any, kind: Any) -> bool:
+    return bool(arrow.types.is_timestamp(kind) or arrow.types.is_date(kind))
 
 
 def _is_number(arrow: Any, kind: Any) -> bool:

@@ -291,7 +291,7 @@ def test_features_decide_the_order_of_the_batch() -> None:
     inputs = only_batch(Frame(frame, weights={"b": "w"}), features)
     assert inputs.names == ("c", "b", "a") and inputs.values.tolist() == [3, 2, 1]
     assert inputs.weights is not None and inputs.weights.tolist() == [1, 0.5, 1]
-    with pytest.raises(ConfigError, match="feature 'a' is not weighted and column 'w' is declared .* weighted=True"):
+    with pytest.raises(ConfigError, match=r"feature 'a' is not weighted and column 'w' is declared .* weighted=True"):
         Frame({}, weights={"a": "w", "b": "w"}).batches(features)
     with pytest.raises(ConfigError, match="feature 'b' is weighted and no column holds its weights"):
         Frame(frame).batches(features)

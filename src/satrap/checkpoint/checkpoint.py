@@ -34,7 +34,7 @@ from satrap.checkpoint.checkpoint_writer import CheckpointWriter, Draft, in_back
 from satrap.checkpoint.run_directory import STATE, CheckpointManifest, RunDirectory, require_rows, table_folders
 from satrap.checkpoint.state_dict_file import FrozenState, read_state, require_model
 from satrap.checkpoint.trainer_state import divided, gathered_states, random_state, set_random_state
-from satrap.config.validation import kind_of
+from satrap.config.validation import kind_of, known_arguments
 from satrap.data.inputs import Position
 from satrap.errors import CheckpointError, SatrapError
 from satrap.event_log import event
@@ -56,6 +56,7 @@ class Checkpoint:
     """Saves and resumes the whole state of a training run as one version: tables, dense parameters, optimizer, random
     state, step and position in the data."""
 
+    @known_arguments()
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -125,6 +126,7 @@ class Checkpoint:
         self._wait_for_running()
         return self._directory.best_name()
 
+    @known_arguments()
     def save(self, *, every_steps: int | None = None, best: bool = False, wait: bool = True) -> bool:
         """Write a checkpoint; return whether one is written.
 
@@ -257,6 +259,7 @@ class Checkpoint:
         self._writer.write(draft)
         self._figures.record(draft.step, started_at)
 
+    @known_arguments()
     def resume(self, name: str | None = None) -> bool:
         """Restore everything from a checkpoint; return False if there is none yet. In the middle of a run, its streams
         end, and the run continues as a new process that resumes would. Several trainers all call this.

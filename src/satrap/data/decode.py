@@ -144,11 +144,9 @@ class _Decoder:
             array, valid, wrong = whole_decimals(array)
         elif not (types.is_integer(kind) or types.is_boolean(kind) or is_decimal):
             hint = "; convert them, or declare kind='integer' if they are whole" if types.is_floating(kind) else ""
-            if is_time(arrow, kind):
-                hint = f"; of times, declare what to read: IdColumn({column.name!r}, time='days'), e.g."
             if types.is_nested(kind):
                 hint = "; give the ids of all items one after another, and how many each has as numbers beside them"
-            self._refuse_type(column.name, kind, f"integers or strings for ids{hint}")
+            self._refuse_type(column.name, kind, f"integers or strings for ids{hint}", IdColumn)
         if column.kind == "string":
             return hash_strings(array.cast(arrow.string())), valid, wrong
         wide = arrow.uint64() if types.is_unsigned_integer(array.type) else arrow.int64()
@@ -206,14 +204,12 @@ class _Decoder:
         else:
             lengths = _numpy(self.arrow.compute.list_value_length(given).fill_null(0)).astype(np.int64)
             flat = given.flatten()
-        types = self.arrow.types
         if what == "numbers" and is_time(self.arrow, flat.type):
             flat = _time_part(self.arrow, flat, "seconds")
-        if not (_is_number(self.arrow, flat.type) or types.is_null(flat.type)):
+        if not (_is_number(self.arrow, flat.type) or self.arrow.types.is_null(flat.type)):
             self._refuse_type(name, given.type, "numbers for weights" if what == "weights" else "numbers or timestamps")
         numbers = _floats(flat, np.float32 if what == "weights" else np.float64)
-        starts = _offsets(lengths)[:-1]
-        expected = np.diff(offsets)
+        starts, expected = _offsets(lengths)[:-1], np.diff(offsets)
         uneven = ~missing & (lengths != expected)
         if uneven.any():
             self.faults.append(
@@ -263,9 +259,7 @@ class _Decoder:
         elif _is_number(self.arrow, flat.type):
             numbers[has_width] = _floats(flat).reshape(shape)
         elif not self.arrow.types.is_null(flat.type):
-            example = f"DenseColumn({column.name!r}, time='days'), e.g."
-            hint = f"; of times, declare what to read: {example}" if is_time(self.arrow, flat.type) else ""
-            self._refuse_type(column.name, array.type, f"numbers, or strings of numbers{hint}")
+            self._refuse_type(column.name, array.type, "numbers, or strings of numbers", DenseColumn)
         self._fault(
             column.name, np.logical_or.reduce(np.isinf(numbers), axis=1), array, "finite numbers that float32 can hold"
         )
@@ -348,7 +342,10 @@ class _Decoder:
                 _Fault(rows, lambda i: f"column {name!r} holds {_abbreviated(array[i])}; expected {expected}")
             )
 
-    def _refuse_type(self, name: str | None, kind: Any, expected: str) -> None:
+    def _refuse_type(self, name: str | None, kind: Any, expected: str, of_times: type[Any] | None = None) -> None:
+        """of_times: the declaration that says what to read of times."""
+        if of_times is not None and is_time(self.arrow, getattr(kind, "value_type", kind)):
+            expected += f"; of times, declare what to read: {of_times.__name__}({name!r}, time='days'), e.g."
         raise SourceError(f"{self.where}: column {name!r} is of type {kind}; expected {expected}")
 
 

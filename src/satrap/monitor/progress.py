@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Protocol, Self, runtime_checkable
 
+from satrap.config.validation import known_arguments
 from satrap.errors import ConfigError, InputError
 from satrap.monitor.hidden_secrets import hide_secrets
 from satrap.monitor.meter import Meter, require_column
@@ -64,6 +65,7 @@ class Progress:
             progress.step(batch, loss=loss, scores=logits)
     """
 
+    @known_arguments()
     def __init__(
         self,
         embeddings: HasCounters | None = None,

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from satrap.config.validation import kind_of, suggest
+from satrap.config.validation import kind_of, known_arguments, suggest
 from satrap.data.source import Source
 from satrap.errors import ConfigError, InputError
 from satrap.monitor.metrics import Evaluation, probabilities
@@ -20,6 +20,7 @@ Metric = Any  # a function, or an object with update() and compute()
 Group = str | Callable[[Batch], Any]
 
 
+@known_arguments()
 def evaluate(
     model: torch.nn.Module,
     stream: Iterable[Batch],
@@ -85,6 +86,7 @@ def _scores(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     return scores
 
 
+@known_arguments()
 def auc(model: torch.nn.Module, stream: Iterable[Batch]) -> float:
     """Return the area under the ROC curve of the model over the stream; nan, with a warning, without both labels."""
     return evaluate(model, stream).auc()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from satrap.config.array_args import as_ids
 from satrap.config.tables import Table
-from satrap.config.validation import check_integer
+from satrap.config.validation import check_integer, known_arguments
 from satrap.errors import InputError
 from satrap.table.store import StoredRows
 
@@ -32,6 +32,7 @@ class Rows(Protocol):
     def read(self, ids: ArrayLike) -> StoredRows: ...
 
 
+@known_arguments()
 def topk(queries: Tensor, table: Rows, k: int) -> tuple[NDArray[np.uint64], Tensor]:
     """Return for each query the ids whose rows have the highest dot products with it, and these: [n, k], highest first.
     k is at most the number of rows, or that many are returned.
@@ -48,6 +49,7 @@ def topk(queries: Tensor, table: Rows, k: int) -> tuple[NDArray[np.uint64], Tens
     return ids, best
 
 
+@known_arguments()
 def full_softmax(queries: Tensor, targets: ArrayLike, table: Rows) -> Tensor:
     """Return each query's cross-entropy against all rows of the table, float32 [n]: minus the logarithm of the softmax
     over the dot products, at the target's.

@@ -13,7 +13,7 @@ from typing import Any, Protocol, get_args
 
 import torch
 
-from satrap.config.validation import check_choice, check_integer
+from satrap.config.validation import check_choice, check_integer, known_arguments
 from satrap.errors import ConfigError, StreamError
 from satrap.monitor.metrics import Mode, mode_of, needs_groups
 from satrap.monitor.progress import Progress
@@ -44,6 +44,7 @@ class Validation:
             break
     """
 
+    @known_arguments()
     def __init__(
         self,
         model: torch.nn.Module,

@@ -129,7 +129,7 @@ CALLS += [satrap.Embeddings.parallel, satrap.Embeddings.stream, satrap.Embedding
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__qualname__)
 def test_calls_say_which_argument_is_near_an_unknown_one(call: Any) -> None:
-    """Those of declarations, other objects, functions and methods; not of the steps of a loop, which are hot."""
+    """Declarations, other objects, functions and methods do; the steps of a loop do not, which are hot."""
     refused = f"^{call.__qualname__} got an unexpected keyword argument"
     parameters = inspect.signature(call).parameters
     for name in parameters.keys() - {"self"}:

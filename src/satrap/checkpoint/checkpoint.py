@@ -89,8 +89,7 @@ class Checkpoint:
                 f"embeddings is {kind_of(embeddings)}; expected the satrap.Embeddings: "
                 "Checkpoint(path, model, optimizer, embeddings, data)"
             )
-        if taken := {"model", "optimizer"} & set(extra_state or {}):
-            raise CheckpointError(f"extra_state has the reserved names {sorted(taken)}: use other names")
+        extra = _checked_objects({} if extra_state is None else extra_state)
         for name, value in (("keep", keep), ("full_every", full_every), ("save_memory", save_memory)):
             _require_count(name, value)
         self._directory, context = RunDirectory(path), current_context()
@@ -100,7 +99,7 @@ class Checkpoint:
                 f"path is {os.fspath(folder)!r}, but this script runs in a temporary copy of its folder, which is "
                 "removed with the run: use an absolute path that all machines share"
             )
-        self._objects = {"model": unwrap(model), "optimizer": optimizer, **(extra_state or {})}
+        self._objects = {"model": unwrap(model), "optimizer": optimizer, **extra}
         self._session, self._data = session_of(embeddings), data.loader if isinstance(data, PrefetchedBatches) else data
         if not folder.is_local and not is_trial():
             self._require_usable()
@@ -460,3 +459,18 @@ class _SaveFigures:
 def _require_count(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise CheckpointError(f"{name} is {value!r}; expected an integer, 1 or more")
+
+
+def _checked_objects(extra_state: object) -> Mapping[str, Any]:
+    """Return the further objects by name; raise CheckpointError if a save could not write one of them."""
+    if not isinstance(extra_state, Mapping):
+        raise CheckpointError(f"extra_state is {kind_of(extra_state)}; expected a dict of objects by name")
+    for name, target in extra_state.items():
+        if not (hasattr(target, "state_dict") and hasattr(target, "load_state_dict")):
+            raise CheckpointError(
+                f"extra_state[{name!r}] is {kind_of(target)}; expected an object with state_dict and load_state_dict: "
+                "keep the value in one, such as in a buffer of an nn.Module"
+            )
+    if taken := {"model", "optimizer"} & set(extra_state):
+        raise CheckpointError(f"extra_state has the reserved names {sorted(taken)}: use other names")
+    return extra_state

@@ -249,7 +249,7 @@ class Columns:
     declared: Features | None = None
     """What is declared of the features, where it is known."""
     selecting: Mapping[str, str] = field(default_factory=dict, compare=False)
-    """Those of `extra` that decide which samples are read, each with the option that names it."""
+    """The columns among `extra` that decide which samples are read, each with the option that names it."""
 
     @classmethod
     def resolve(

@@ -128,9 +128,10 @@ def kind_of(value: object) -> str:
 
 
 def suggest(name: object, known: list[str]) -> str:
-    """Return the known name nearest to `name` if one is near, else all of them."""
-    near = difflib.get_close_matches(str(name), known, n=1)
-    return f"the nearest known one is {near[0]!r}" if near else f"known are {', '.join(map(repr, known))}"
+    """Return the known name nearest to `name`, whatever the case of its letters, if one is near, else all of them."""
+    lowered = {one.lower(): one for one in known}
+    near = difflib.get_close_matches(str(name).lower(), lowered, n=1)
+    return f"the nearest known one is {lowered[near[0]]!r}" if near else f"known are {', '.join(map(repr, known))}"
 
 
 def require_known(

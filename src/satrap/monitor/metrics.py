@@ -346,9 +346,8 @@ def mode_of(name: str, further: Mapping[str, object]) -> Mode | None:
     if metric in _TOP and at and k.isdecimal() and int(k) > 0:
         return "max"
     names = [*known, *(f"{ranking}@10" for ranking in _TOP)]
-    raise ConfigError(
-        f"the metric is {name!r}; expected one of {', '.join(names)} (@10: any number); {suggest(name, names)}"
-    )
+    expected = f"expected one of an Evaluation: {suggest(name, names)} (@10: any number)"
+    raise ConfigError(f"the metric is {name!r}; {expected}")
 
 
 def needs_groups(name: str) -> bool:

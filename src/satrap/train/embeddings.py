@@ -20,7 +20,7 @@ from satrap.config.tables import Table, require_frozen_ids
 from satrap.config.validation import check_choice, check_integer, kind_of, known_arguments
 from satrap.data.inputs import Inputs
 from satrap.device.home_memory import DTYPES
-from satrap.device.torch_device import resolve_device
+from satrap.device.torch_device import resolve_device, torch_device
 from satrap.errors import ConfigError, SourceError
 from satrap.hidden_names import internal
 from satrap.monitor.report import Counters
@@ -163,8 +163,12 @@ class Embeddings(torch.nn.Module):
         """
         if dense is None and self._strategy.is_joint:
             dense = torch.optim.SGD([torch.empty(0, requires_grad=True)])  # torch refuses an empty list
+        if isinstance(dense, type):
+            raise ConfigError(
+                f"dense is the class {dense.__name__}; expected an object: {dense.__name__}(model.parameters(), lr=...)"
+            )
         if not isinstance(dense, torch.optim.Optimizer):
-            raise ConfigError(f"dense is a {type(dense).__name__}; expected a torch.optim.Optimizer")
+            raise ConfigError(f"dense is {kind_of(dense)}; expected a torch.optim.Optimizer")
         _require_no_converted(dense)
         strategy = self._strategy(dense, self.trainers, lr_scale)
         if strategy.tables:
@@ -213,7 +217,7 @@ class Embeddings(torch.nn.Module):
         if train and session.dense.joins_attempt:
             session.join_attempt()
         session.require_expected_rows()
-        target = torch.device(device or self.worker.device or "cpu")
+        target = torch_device(device or self.worker.device or "cpu")
         if self.worker.device is not None and resolve_device(target) != self.worker.device:
             raise ConfigError(f"device is {str(target)!r}; expected {str(self.worker.device)!r}, where the rows are")
         if overlap is None:

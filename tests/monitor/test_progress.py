@@ -379,19 +379,25 @@ def test_the_interval_is_the_shortest_that_a_sink_requests() -> None:
     assert first_report([Screen(io.StringIO(), as_bar=True)], every_seconds=3) == 3
 
 
-def test_misuse_is_refused() -> None:
-    for value in (0, -1, math.nan):
-        with pytest.raises(ConfigError, match=r"Progress: every_seconds is .*; expected a number above 0"):
-            Progress(None, [], every_seconds=value)
-    for name, value, message in (
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
         ("embeddings", torch.nn.Identity(), "an Identity; expected the satrap.Embeddings, or None"),
         ("sinks", Screen(io.StringIO()), r"a Screen; expected a list of sinks, \[satrap\.Screen\(\)\]"),
         ("sinks", [Screen], r"a list; expected a list of sinks"),
         ("sinks", "screen", "a str; expected a list of sinks"),
         ("settings", Namespace(lr=0.1), r"a Namespace; expected a dict by name, such as vars\(args\)"),
-    ):
-        with pytest.raises(ConfigError, match=f"Progress: {name} is {message}"):
-            Progress(**{name: value})  # type: ignore[arg-type]
+    ],
+)
+def test_arguments_of_another_kind_are_named(name: str, value: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"Progress: {name} is {message}"):
+        Progress(**{name: value})
+
+
+def test_misuse_is_refused() -> None:
+    for value in (0, -1, math.nan):
+        with pytest.raises(ConfigError, match=r"Progress: every_seconds is .*; expected a number above 0"):
+            Progress(None, [], every_seconds=value)
     with pytest.raises(ConfigError, match=r"Window: num_samples is 0 .*; expected an integer of at least 1"):
         Progress(None, [], window=0)
     progress = Progress(None, [])

@@ -142,7 +142,8 @@ def test_arguments_in_another_place_are_refused_before_an_evaluation() -> None:
     ):
         Validation(model, embeddings, stream)
     validation = Validation(model, embeddings, VALID)
-    for name, value in (("checkpoint", "c1"), ("progress", print)):
+    wrong: dict[str, Any] = {"checkpoint": "c1", "progress": print}
+    for name, value in wrong.items():
         with pytest.raises(
             ConfigError, match=rf"Validation\.step: {name} is an? .*; expected a satrap\.{name.title()}"
         ):
@@ -155,17 +156,16 @@ def test_an_evaluation_is_one_pass_whatever_the_epochs_of_its_source(epochs: int
     ids = np.arange(64)
     data = Frame({"item": ids, "label": ids % 2, "x": np.zeros(64)}, label="label", dense="x", epochs=epochs)
     with Embeddings({"item": Table("item", dim=2)}) as embeddings:
-        counts: list[int] = []
         validation = Validation(
             torch.nn.Identity(),
             embeddings,
             data,
             score=lambda batch: batch.dense[:, 0],
-            metrics={"samples": lambda labels, _: counts.append(len(labels)) or 0.0},
+            metrics={"samples": lambda labels, _: float(len(labels))},
         )
         embeddings.tables["item"].write([1], np.ones((1, 2), np.float32))
         validation.step()
-    assert counts == [64] and data.epochs == epochs
+    assert validation.metrics["samples"] == 64 and data.epochs == epochs
 
 
 def test_several_asynchronous_trainers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

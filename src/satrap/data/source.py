@@ -75,7 +75,7 @@ class Source(Config, ABC):
         together. None: all.
     before: a column and a value: only samples with a smaller value, or without one, are read. Text is compared as
         numbers to a number. A date or time is a datetime.date, datetime.datetime or numpy.datetime64, or its ISO text,
-        such as "2026-01-25"; without a zone, in UTC. A column of text is compared with that text.
+        such as "2026-01-25": without a zone in UTC; in a column of text, that text.
     since: a column and a value: only samples with at least this value are read, which are all that `before` leaves out.
     num_threads: threads that read ahead and decode; None: half the cores, at most 4. 0: only the caller's thread.
     """

@@ -128,6 +128,20 @@ def test_reserved_names_are_refused(name: str, tmp_path: Path) -> None:
         Checkpoint(tmp_path, job.model, job.optimizer, job.embeddings, extra_state={name: job.scheduler})
 
 
+@pytest.mark.parametrize(
+    ("extra_state", "message"),
+    [
+        ({"epoch": 1}, r"extra_state\['epoch'\] is an int; expected an object with state_dict and load_state_dict"),
+        ([1], "extra_state is a list; expected a dict of objects by name"),
+    ],
+)
+def test_extra_state_that_no_save_could_write_is_refused(tmp_path: Path, extra_state: Any, message: str) -> None:
+    job = Job(str(tmp_path / "other"), 1)
+    with pytest.raises(CheckpointError, match=message):
+        Checkpoint(tmp_path / "run", job.model, job.optimizer, job.embeddings, extra_state=extra_state)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_random_state_that_cannot_be_loaded_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Job(str(tmp_path), 2).train()
     job = Job(str(tmp_path), 2)

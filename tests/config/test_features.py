@@ -25,7 +25,7 @@ def test_the_short_forms() -> None:
     )
     assert ITEM.sequence(7).keep == "last" and ITEM.bag("sum").keep is None, "a history ends with what is newest"
     assert ITEM.bag("sum", padding_id=0).padding_id == 0
-    assert Features({"x": ITEM})["x"] == Feature(ITEM, "sum")
+    assert Features({"x": ITEM})["x"] == Features(features={"x": ITEM})["x"] == Feature(ITEM, "sum")
 
 
 BAD_FEATURES: list[tuple[Any, str]] = [

@@ -114,15 +114,48 @@ DECLARATIONS: list[type] = [
 ]
 
 
-@pytest.mark.parametrize("cls", [*DECLARATIONS, Clicks])
-def test_declarations_say_which_argument_is_near_an_unknown_one(cls: type) -> None:
-    refused = f"^{cls.__name__} got an unexpected keyword argument"
-    for name in inspect.signature(cls).parameters:
-        with pytest.raises(TypeError, match=f"{refused} '{name}s': (the nearest known one is|known are) '"):
-            cls(**{f"{name}s": 1})
+RETURNED = "Batch HybridOptimizer JaggedSequence PrefetchedBatches ProcessGroup ReaderTable Sequence ShardedTable "
+RETURNED += "ShardedTables Stream StoredRows Counters Inputs Report"
+CALLS: list[Any] = [
+    getattr(module, name)
+    for module in (satrap, satrap.models, satrap.nn)
+    for name in module.__all__
+    if name not in RETURNED.split() and callable(getattr(module, name)) and not name.endswith("Error")
+]
+CALLS += [satrap.negatives.add, satrap.negatives.in_batch, Clicks, satrap.Table.bag, satrap.Table.sequence]
+CALLS += [satrap.Checkpoint.save, satrap.Checkpoint.resume, satrap.Reader.stream, satrap.Embeddings.optimizer]
+CALLS += [satrap.Embeddings.parallel, satrap.Embeddings.stream, satrap.Embeddings.prefetch]
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__qualname__)
+def test_calls_say_which_argument_is_near_an_unknown_one(call: Any) -> None:
+    """Declarations, other objects, functions and methods do; the steps of a loop do not, which are hot."""
+    refused = f"^{call.__qualname__} got an unexpected keyword argument"
+    parameters = inspect.signature(call).parameters
+    for name in parameters.keys() - {"self"}:
+        if f"{name}s" not in parameters:
+            with pytest.raises(TypeError, match=f"{refused} '{name}s': (the nearest known one is|known are) '"):
+                call(**{f"{name}s": 1})
     with pytest.raises(TypeError, match=f"{refused} 'xyzzy': known are") as raised:
-        cls(xyzzy=1)
-    assert "'_" not in str(raised.value), "a field that is no argument"
+        call(xyzzy=1)
+    assert "'_" not in str(raised.value) and "'self'" not in str(raised.value), "what is no argument"
+    assert "P.args" not in pydoc.render_doc(call)
+
+
+@pytest.mark.parametrize(
+    ("call", "name", "answer"),
+    [
+        (satrap.Table.bag, "mode", r'write table\.bag\("mean"\)'),
+        (satrap.Table.bag, "per_sample_weights", "write weighted=True"),
+        (satrap.Table.bag, "padding_idx", "the nearest known one is 'padding_id'"),
+        (satrap.convert, "min_row", "the nearest known one is 'min_rows'"),
+        (satrap.convert, "stalenes", "the nearest known one is 'staleness'"),
+        (satrap.convert, "servers", r"write deployment=satrap\.Deployment\(servers=\.\.\.\)"),
+    ],
+)
+def test_an_argument_of_another_call_is_answered_by_what_to_write(call: Any, name: str, answer: str) -> None:
+    with pytest.raises(TypeError, match=f"^{call.__qualname__} got an unexpected keyword argument '{name}': {answer}"):
+        call(**{name: "mean"})
 
 
 @pytest.mark.parametrize("cls", [cls for cls in (*DECLARATIONS, Clicks) if cls.__name__ != "Position"])

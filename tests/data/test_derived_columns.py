@@ -132,3 +132,13 @@ def test_impossible_declarations_are_refused(make: Any, message: str) -> None:
 def test_columns_of_another_type_are_refused(column: IdColumn, message: str) -> None:
     with pytest.raises(SourceError, match=message):
         bags(pa.table({"x": [1], "list": [[1]], "text": ["a"]}), "x", column)
+
+
+@pytest.mark.parametrize("kind", [pa.timestamp("us"), pa.timestamp("ms", "UTC"), pa.date32(), pa.list_(pa.date32())])
+def test_times_that_are_read_as_they_are_name_the_declaration(kind: pa.DataType) -> None:
+    table = pa.table({"id": [1], "x": pa.nulls(1, kind)})
+    with pytest.raises(SourceError, match=r"ids; of times, declare what to read: IdColumn\('x', time='days'\)"):
+        bags(table, "x", IdColumn())
+    dense = DenseColumn("x", width=1) if pa.types.is_list(kind) else "x"
+    with pytest.raises(SourceError, match=r"numbers; of times, declare what to read: DenseColumn\('x', time='days'\)"):
+        list(Frame(table, dense=dense).batches(["id"]))

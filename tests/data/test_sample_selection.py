@@ -1,11 +1,14 @@
 """`share`, `before` and `since` of a source: parts are disjoint and together all samples, in every format."""
 
 import json
+import re
 from collections.abc import Iterator
+from datetime import UTC, date, datetime, timedelta, timezone
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -198,11 +201,59 @@ def test_a_column_of_ids_divides_the_samples(tmp_path: Path) -> None:
     assert [b.extra["name"].to_pylist() for b in data.batches(("name",))] == [names]
 
 
+MOMENTS = [datetime(2026, 1, 5, tzinfo=UTC) + timedelta(hours=hours) for hours in (-25, -1, 0, 5, 10, 11)]
+
+
+@pytest.mark.parametrize("zone", [None, "UTC", "Europe/Paris"])
+@pytest.mark.parametrize("kind", ["s", "ms", "us", "ns", "date32", "date64"])
+def test_times_divide_as_pythons_do(kind: str, zone: str | None) -> None:
+    """A date, a time or its ISO text; with a zone or without one, in which case both sides are in UTC."""
+    is_date = kind.startswith("date")
+    times = pa.array(MOMENTS, pa.timestamp("us", "UTC")).cast(pa.timestamp("s" if is_date else kind, zone))
+    held = [at.replace(hour=0) for at in MOMENTS] if is_date else MOMENTS
+    if is_date:
+        times = pa.array([at.date() for at in MOMENTS], getattr(pa, kind)())
+    data = satrap.Frame({"a": list(range(7)), "at": pa.concat_arrays([times, pa.nulls(1, times.type)])})
+    paris = timezone(timedelta(hours=1))
+    for bound, least in (
+        (date(2026, 1, 5), datetime(2026, 1, 5)),
+        (datetime(2026, 1, 5, 10), datetime(2026, 1, 5, 10)),
+        (datetime(2026, 1, 5, 11, tzinfo=paris), datetime(2026, 1, 5, 10)),
+        (datetime(2026, 1, 5, 10, 0, 0, 1), datetime(2026, 1, 5, 10, 0, 0, 1)),
+        (np.datetime64("2026-01-05"), datetime(2026, 1, 5)),
+        (np.datetime64("2026-01"), datetime(2026, 1, 1)),
+        (np.datetime64("2026-01-05T10", "ns"), datetime(2026, 1, 5, 10)),
+        (np.datetime64("2026-01-05T10:00:00.000000001"), datetime(2026, 1, 5, 10, 0, 0, 1)),
+        ("2026-01-05 10:00", datetime(2026, 1, 5, 10)),
+        ("2026-01-05T10:00Z", datetime(2026, 1, 5, 10)),
+    ):
+        late = data.replace(since=("at", bound))
+        assert isinstance(late.since, tuple) and isinstance(late.since[1], str)
+        assert json.loads(json.dumps(late.signature()))["since"] == list(late.since)
+        assert ids_of(late) == [i for i, at in enumerate(held) if at >= least.replace(tzinfo=UTC)]
+        assert sorted(ids_of(data.replace(before=("at", bound))) + ids_of(late)) == list(range(7))
+
+
+def test_a_date_divides_text_that_begins_with_dates(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("id,at\n1,2026-01-04 23:00\n2,2026-01-05 00:00\n3,\n")
+    data = satrap.CSV(tmp_path / "a.csv", ids={"id": satrap.IdColumn(kind="integer")})
+    for bound in (date(2026, 1, 5), datetime(2026, 1, 5), np.datetime64("2026-01-05", "s")):
+        assert ids_of(data.replace(since=("at", bound))) == [2]
+
+
+@pytest.mark.parametrize("bound", [1767571200, 1.5, True, "soon"])
+def test_a_column_of_times_says_what_a_bound_may_be(bound: Any) -> None:
+    data = satrap.Frame({"a": [1], "at": [datetime(2026, 1, 5)]}, since=("at", bound))
+    with pytest.raises(SourceError, match=re.escape("give a date or time, such as '2026-01-25' or datetime.date(")):
+        ids_of(data)
+
+
 def test_a_value_of_another_type_is_an_error(data: Source) -> None:
     with pytest.raises(SourceError, match=r"column 'session' of type .* cannot be compared to 3"):
         read(data.replace(since=("session", 3)))
-    with pytest.raises(SourceError, match="no column 'nothing'"):
-        read(data.replace(since=("nothing", 3)))
+    for option in ("since", "before"):
+        with pytest.raises(SourceError, match=rf"no column 'nothing' \({option}\)"):
+            read(data.replace(**{option: ("nothing", 3)}))
 
 
 def test_batches_of_an_iterable_are_selected() -> None:
@@ -238,7 +289,7 @@ def test_other_shares_are_refused(share: Any) -> None:
         satrap.Parquet("a.parquet", share=share)
 
 
-@pytest.mark.parametrize("bound", ["day", ("day",), (1, 2), ("day", [1])])
+@pytest.mark.parametrize("bound", ["day", ("day",), (1, 2), ("day", [1]), ("day", np.datetime64("NaT")), ("day", None)])
 def test_other_bounds_are_refused(bound: Any) -> None:
     with pytest.raises(ConfigError, match="expected a column and a value"):
         satrap.Parquet("a.parquet", since=bound)

@@ -26,6 +26,7 @@ from satrap.data.delimited import CSV
 from satrap.data.frame import Frame
 from satrap.data.inputs import Inputs
 from satrap.data.iterable import IterableSource
+from satrap.data.json_lines import JSON
 from satrap.data.parquet import Parquet
 from satrap.data.source import Source
 from satrap.errors import ConfigError, SourceError
@@ -290,6 +291,8 @@ def test_features_decide_the_order_of_the_batch() -> None:
     inputs = only_batch(Frame(frame, weights={"b": "w"}), features)
     assert inputs.names == ("c", "b", "a") and inputs.values.tolist() == [3, 2, 1]
     assert inputs.weights is not None and inputs.weights.tolist() == [1, 0.5, 1]
+    with pytest.raises(ConfigError, match=r"feature 'a' is not weighted and column 'w' is declared .* weighted=True"):
+        Frame({}, weights={"a": "w", "b": "w"}).batches(features)
     with pytest.raises(ConfigError, match="feature 'b' is weighted and no column holds its weights"):
         Frame(frame).batches(features)
 
@@ -444,3 +447,26 @@ def test_advice_about_text_works_when_it_is_followed(tmp_path: Path) -> None:
         list(data.batches(["age"]))
     (inputs,) = data.replace(missing=("State-gov",)).batches(["age"])
     assert inputs.dense is not None and inputs.dense.tolist() == [[0], [13]]
+
+
+@pytest.mark.parametrize("delimiter", [",", "\t", ";", "|"])
+def test_a_header_that_no_delimiter_divides_names_the_delimiter(delimiter: str, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(f"user{delimiter}click\nu1{delimiter}1\n")
+    with pytest.raises(SourceError) as caught:
+        CSV(tmp_path / "a.csv", delimiter=":").batches(["user"])
+    assert f"(the first line, which ':' does not divide: give delimiter={delimiter!r})" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("make_source", "message"),
+    [
+        (lambda path: Frame(str(path)), r"Frame: found .*a.csv' \(str\); .* use satrap.Parquet, .*satrap.CSV"),
+        (Frame, "Frame: found .*; expected rows in memory. To read files, use"),
+        (JSON, "a.csv, line 1: .*; expected an object .* use satrap.CSV for delimited text"),
+        (Criteo, "a.csv, line 1: it has 2 columns; expected 40, as in Criteo's logs: use CSV for others"),
+    ],
+)
+def test_files_of_another_format_lead_to_csv(make_source: Any, message: str, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("user,click\nu1,1\n".replace(",", "\t" if make_source is Criteo else ","))
+    with pytest.raises((ConfigError, SourceError), match=message):
+        list(make_source(tmp_path / "a.csv").batches(["C1"]))

@@ -5,6 +5,7 @@ import io
 import math
 import re
 import weakref
+from argparse import Namespace
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -378,6 +379,21 @@ def test_the_interval_is_the_shortest_that_a_sink_requests() -> None:
     assert first_report([Screen(io.StringIO(), as_bar=True)], every_seconds=3) == 3
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("embeddings", torch.nn.Identity(), "an Identity; expected the satrap.Embeddings, or None"),
+        ("sinks", Screen(io.StringIO()), r"a Screen; expected a list of sinks, \[satrap\.Screen\(\)\]"),
+        ("sinks", [Screen], r"a list; expected a list of sinks"),
+        ("sinks", "screen", "a str; expected a list of sinks"),
+        ("settings", Namespace(lr=0.1), r"a Namespace; expected a dict by name, such as vars\(args\)"),
+    ],
+)
+def test_arguments_of_another_kind_are_named(name: str, value: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"Progress: {name} is {message}"):
+        Progress(**{name: value})
+
+
 def test_misuse_is_refused() -> None:
     for value in (0, -1, math.nan):
         with pytest.raises(ConfigError, match=r"Progress: every_seconds is .*; expected a number above 0"):
@@ -387,6 +403,10 @@ def test_misuse_is_refused() -> None:
     progress = Progress(None, [])
     with pytest.raises(InputError, match=r"Progress\.step: batch is a Tensor; expected that of a stream"):
         progress.step(torch.tensor(0.5))  # type: ignore[arg-type]
+    for loss in (torch.zeros(512), torch.zeros(0), np.zeros((2, 2))):
+        with pytest.raises(InputError, match=rf"step: loss has the shape \{list(loss.shape)}; expected one number"):
+            progress.step(SteppedBatch(), loss=loss)
+    progress.step(SteppedBatch(), loss=torch.zeros(1, 1))
     progress.close()
     with pytest.raises(InputError, match=r"Progress\.step: this Progress is closed; create a new one"):
         progress.step(SteppedBatch())

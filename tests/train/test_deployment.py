@@ -46,7 +46,7 @@ def test_other_arguments_are_refused() -> None:
     with pytest.raises(
         TypeError, match=r"unexpected keyword argument 'stalenes': the nearest known one is 'staleness'$"
     ):
-        Embeddings({"id": Table("t", dim=2)}, stalenes=3)  # type: ignore[arg-type]
+        Embeddings({"id": Table("t", dim=2)}, stalenes=3)  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match=r"deployment is a list; expected a satrap\.Deployment, or None"):
         Embeddings({"id": Table("t", dim=2)}, deployment=[ADDRESS])  # type: ignore[arg-type]
 

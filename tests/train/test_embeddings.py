@@ -22,7 +22,7 @@ import satrap
 from child_processes import child_process
 from contents import bits
 from loop import BATCH, batches, job, loss_of, rows, tables, train, train_step
-from satrap import ConfigError, Embeddings, InputError, Inputs, IterableSource, Position, StreamError
+from satrap import ConfigError, Embeddings, InputError, Inputs, IterableSource, Position, StreamError, Table
 from satrap.train.embeddings import session_of
 from waiting import DEADLINE_SECONDS
 
@@ -39,8 +39,27 @@ def test_unsupported_gradient_compression_is_refused(compress: Any, message: str
 
 def test_a_trainer_of_torchrun_that_trains_alone_warns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    with pytest.warns(UserWarning, match="torchrun started this process, but it trains alone"):
-        job()
+    with pytest.warns(UserWarning, match="torchrun started this process, but it trains alone") as caught:
+        Embeddings({"item": Table("item", dim=2)})
+    assert caught[0].filename == __file__
+
+
+def test_a_class_in_place_of_a_dense_optimizer_is_named() -> None:
+    embeddings, model, _ = job()
+    with pytest.raises(
+        ConfigError, match=r"dense is the class Adam; expected an object: Adam\(model\.parameters\(\), "
+    ):
+        embeddings.optimizer(torch.optim.Adam)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"dense is a generator; expected a torch\.optim\.Optimizer"):
+        embeddings.optimizer(model.parameters())  # type: ignore[arg-type]
+
+
+def test_a_device_that_torch_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    embeddings, _, _ = job()
+    for device, message in (("cuda", "there is no GPU"), ("cuda:3", "there is no GPU"), ("gpu", "torch does not know")):
+        with pytest.raises(ConfigError, match=f"device is '{device}'.* {message}"):
+            embeddings.stream(batches(1), device=device)
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2, 4])

@@ -125,10 +125,26 @@ def test_a_model_with_other_inputs_gets_a_note_about_score() -> None:
     assert not hasattr(raised.value, "__notes__")
 
 
+def test_what_is_no_score_or_label_of_each_sample_is_named() -> None:
+    ours, net, optimizer = job()
+    train(ours, net, optimizer, DATA[:2])
+    ours.eval()
+    towers = satrap.models.TwoTower(ours, query=["user", "history"], item=["item"], num_dense=2)
+    with pytest.raises(
+        InputError, match=r"TwoTower\(batch.dense, .*\) returned a tuple; expected a tensor.*give score="
+    ):
+        satrap.evaluate(towers, ours.stream(DATA))
+    for name, convert in (("score", torch.Tensor.tolist), ("label", torch.Tensor.numpy)):
+        options: dict[str, Any] = {name: lambda batch, convert=convert: convert(batch.label)}
+        with pytest.raises(InputError, match=f"evaluate: {name} returned a (list|ndarray); expected a tensor"):
+            satrap.evaluate(Sum(), ours.stream(DATA), **options)
+
+
 def test_a_batch_without_a_label_is_refused() -> None:
     unlabelled = [replace(each, label=None) for each in DATA]
-    with pytest.raises(InputError, match="has no label"), pytest.warns(UserWarning, match="no table has a row"):
+    with pytest.raises(InputError, match="no label"), pytest.warns(UserWarning, match="no table has a row") as caught:
         satrap.evaluate(Sum(), satrap.Embeddings(tables()).eval().stream(unlabelled))
+    assert caught[0].filename == __file__
 
 
 def test_models_with_further_inputs_and_several_heads() -> None:
@@ -176,6 +192,8 @@ def test_lists_are_grouped_by_a_column_a_feature_or_a_function() -> None:
     assert found.gauc() == pytest.approx(expected.gauc(), abs=1e-6) and found.mrr() == pytest.approx(expected.mrr())
     with pytest.raises(InputError, match=r"group is 'usr'; expected an extra column .*extra=\['usr'\].*'user'"):
         satrap.evaluate(Sum(), ours.stream(data), group="usr")
+    with pytest.raises(InputError, match=r"group is 'history', a feature with several ids, or none, in some samples"):
+        satrap.evaluate(Sum(), ours.stream(data), group="history")
 
 
 def test_errors_name_each_column_once_and_the_argument_that_chooses_a_label() -> None:

@@ -139,6 +139,12 @@ def counted() -> negatives.Counts:
         (lambda _: counted().by_frequency(-2000), "power is -2000"),
         (lambda _: counted().by_frequency(as_any("a")), "power is 'a'; expected a number"),
         (lambda _: counted().by_frequency().draw(1, seed=-1, number=0), "draw: seed is -1; expected an integer from 0"),
+        (
+            lambda _: satrap.topk(torch.zeros(2, 2), as_any("user"), 3),
+            r"topk: table is 'user' \(str\); expected one of",
+        ),
+        (lambda _: satrap.topk(torch.zeros(2, 2), as_any(Table("t", dim=2)), 3), r"table is .*: embeddings\.tables\["),
+        (lambda _: satrap.full_softmax(torch.zeros(2, 2), [1], as_any({})), r"full_softmax: table is {} \(dict\)"),
         (lambda table: satrap.full_softmax(torch.zeros(2, 2), [1, 9], table), "target 9 has no row"),
         (lambda table: satrap.full_softmax(torch.zeros(2, 2), [1], table), "found 1 targets for 2 queries"),
         (

@@ -21,7 +21,19 @@ from checkpoint_job import Job, Source
 from contents import bits
 from example_reports import Clock, ListSink
 from loop import batches, job, loss_of, train_step
-from satrap import Checkpoint, CheckpointError, ConfigError, JsonLines, Progress, Reader, Validation, evaluate
+from satrap import (
+    Checkpoint,
+    CheckpointError,
+    ConfigError,
+    Embeddings,
+    Frame,
+    JsonLines,
+    Progress,
+    Reader,
+    Table,
+    Validation,
+    evaluate,
+)
 from trainers import Trainers
 
 METRICS = ("auc", "log_loss", "normalised_entropy")
@@ -103,7 +115,8 @@ def test_an_interval_evaluates_each_multiple_once() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"metric": "rmse"}, "the metric is 'rmse'; expected one of auc, log_loss, normalised_entropy"),
+        ({"metric": "rmse"}, "the metric is 'rmse'; expected one of an Evaluation: the nearest known one is 'mse'"),
+        ({"metric": "AUC"}, "the metric is 'AUC'; expected one of an Evaluation: the nearest known one is 'auc'"),
         ({"metric": "calibration"}, "Validation: whether a high 'calibration' is good is not known; expected mode="),
         ({"metric": "mine", "metrics": {"mine": len}, "mode": "up"}, "mode is 'up'.*; expected one of 'max', 'min'"),
         ({"metric": "ndcg@5"}, "Validation: metric is 'ndcg@5' without a group; expected group='user_id'"),
@@ -116,6 +129,43 @@ def test_options_are_checked(options: dict[str, Any], message: str) -> None:
         Validation(model, embeddings, VALID, **options)
     with pytest.raises(ConfigError, match="Validation: every_steps is 0; expected an integer from 1"):
         Validation(model, embeddings, VALID).step(every_steps=0)
+
+
+def test_arguments_in_another_place_are_refused_before_an_evaluation() -> None:
+    embeddings, model, _ = job()
+    with pytest.raises(ConfigError, match=r"embeddings is a Net; expected .*Validation\(model, embeddings, data\)"):
+        Validation(embeddings, model, VALID)  # type: ignore[arg-type]
+    embeddings.eval()
+    with (
+        embeddings.stream(VALID) as stream,
+        pytest.raises(ConfigError, match=r"data is a stream, .*; expected the source"),
+    ):
+        Validation(model, embeddings, stream)
+    validation = Validation(model, embeddings, VALID)
+    wrong: dict[str, Any] = {"checkpoint": "c1", "progress": print}
+    for name, value in wrong.items():
+        with pytest.raises(
+            ConfigError, match=rf"Validation\.step: {name} is an? .*; expected a satrap\.{name.title()}"
+        ):
+            validation.step(every_steps=10**6, **{name: value})
+    assert not validation.metrics
+
+
+@pytest.mark.parametrize("epochs", [None, 1, 3])
+def test_an_evaluation_is_one_pass_whatever_the_epochs_of_its_source(epochs: int | None) -> None:
+    ids = np.arange(64)
+    data = Frame({"item": ids, "label": ids % 2, "x": np.zeros(64)}, label="label", dense="x", epochs=epochs)
+    with Embeddings({"item": Table("item", dim=2)}) as embeddings:
+        validation = Validation(
+            torch.nn.Identity(),
+            embeddings,
+            data,
+            score=lambda batch: batch.dense[:, 0],
+            metrics={"samples": lambda labels, _: float(len(labels))},
+        )
+        embeddings.tables["item"].write([1], np.ones((1, 2), np.float32))
+        validation.step()
+    assert validation.metrics["samples"] == 64 and data.epochs == epochs
 
 
 def test_several_asynchronous_trainers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ from satrap.checkpoint.checkpoint_writer import CheckpointWriter, Draft, in_back
 from satrap.checkpoint.run_directory import STATE, CheckpointManifest, RunDirectory, require_rows, table_folders
 from satrap.checkpoint.state_dict_file import FrozenState, read_state, require_model
 from satrap.checkpoint.trainer_state import divided, gathered_states, random_state, set_random_state
-from satrap.config.validation import kind_of
+from satrap.config.validation import kind_of, known_arguments
 from satrap.data.inputs import Position
 from satrap.errors import CheckpointError, SatrapError
 from satrap.event_log import event
@@ -57,6 +57,7 @@ class Checkpoint:
     """Saves and resumes the whole state of a training run as one version: tables, dense parameters, optimizer, random
     state, step and position in the data."""
 
+    @known_arguments()
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -80,7 +81,8 @@ class Checkpoint:
         save_memory: most bytes of memory, here or on each server, that a save with wait=False may take for rows that
             change before they are written; beyond it, training waits for the save.
         """
-        _require_parts(optimizer, embeddings, data, extra_state)
+        _require_parts(optimizer, embeddings, data)
+        extra = _checked_objects({} if extra_state is None else extra_state)
         for name, value in (("keep", keep), ("full_every", full_every), ("save_memory", save_memory)):
             _require_count(name, value)
         self._directory, context = RunDirectory(path), current_context()
@@ -90,7 +92,7 @@ class Checkpoint:
                 f"path is {os.fspath(folder)!r}, but this script runs in a temporary copy of its folder, which is "
                 "removed with the run: use an absolute path that all machines share"
             )
-        self._objects = {"model": unwrap(model), "optimizer": optimizer, **(extra_state or {})}
+        self._objects = {"model": unwrap(model), "optimizer": optimizer, **extra}
         self._session, self._data = session_of(embeddings), data.loader if isinstance(data, PrefetchedBatches) else data
         if not folder.is_local and not is_trial():
             self._require_usable()
@@ -116,6 +118,7 @@ class Checkpoint:
         self._wait_for_running()
         return self._directory.best_name()
 
+    @known_arguments()
     def save(self, *, every_steps: int | None = None, best: bool = False, wait: bool = True) -> bool:
         """Write a checkpoint; return whether one is written.
 
@@ -248,6 +251,7 @@ class Checkpoint:
         self._writer.write(draft)
         self._figures.record(draft.step, started_at)
 
+    @known_arguments()
     def resume(self, name: str | None = None) -> bool:
         """Restore everything from a checkpoint; return False if there is none yet. In the middle of a run, its streams
         end, and the run continues as a new process that resumes would. Several trainers all call this.
@@ -445,7 +449,7 @@ class _SaveFigures:
         yield Sample("satrap_last_checkpoint_timestamp_seconds", self.at)
 
 
-def _require_parts(optimizer: object, embeddings: object, data: object, extra_state: Mapping[str, Any] | None) -> None:
+def _require_parts(optimizer: object, embeddings: object, data: object) -> None:
     if not isinstance(optimizer, HybridOptimizer):
         raise CheckpointError(
             f"optimizer is {kind_of(optimizer)}; expected the one that embeddings.optimizer(...) returned"
@@ -460,10 +464,23 @@ def _require_parts(optimizer: object, embeddings: object, data: object, extra_st
             f"data is {kind_of(data)}; expected the source that embeddings.stream(...) reads, such as a "
             "satrap.CSV, or the loader of embeddings.prefetch(...)"
         )
-    if taken := {"model", "optimizer"} & set(extra_state or {}):
-        raise CheckpointError(f"extra_state has the reserved names {sorted(taken)}: use other names")
 
 
 def _require_count(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise CheckpointError(f"{name} is {value!r}; expected an integer, 1 or more")
+
+
+def _checked_objects(extra_state: object) -> Mapping[str, Any]:
+    """Return the further objects by name; raise CheckpointError if a save could not write one of them."""
+    if not isinstance(extra_state, Mapping):
+        raise CheckpointError(f"extra_state is {kind_of(extra_state)}; expected a dict of objects by name")
+    for name, target in extra_state.items():
+        if not (hasattr(target, "state_dict") and hasattr(target, "load_state_dict")):
+            raise CheckpointError(
+                f"extra_state[{name!r}] is {kind_of(target)}; expected an object with state_dict and load_state_dict: "
+                "keep the value in one, such as in a buffer of an nn.Module"
+            )
+    if taken := {"model", "optimizer"} & set(extra_state):
+        raise CheckpointError(f"extra_state has the reserved names {sorted(taken)}: use other names")
+    return extra_state

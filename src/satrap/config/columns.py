@@ -6,7 +6,7 @@ the package `data` reads by it. No class here reads data or knows a file format.
 
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from difflib import get_close_matches
 from itertools import pairwise
 from typing import Any, Literal, Self, get_args
@@ -248,6 +248,8 @@ class Columns:
     extra: tuple[str, ...]
     declared: Features | None = None
     """What is declared of the features, where it is known."""
+    selecting: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """The columns among `extra` that decide which samples are read, each with the option that names it."""
 
     @classmethod
     def resolve(
@@ -278,6 +280,11 @@ class Columns:
                 raise ConfigError(
                     f"feature {name!r} is weighted and no column holds its weights; name the column, e.g. "
                     f"weights={{{name!r}: '{name}_weight'}}"
+                )
+            if column.weights is not None and isinstance(features, Features) and not features[name].weighted:
+                raise ConfigError(
+                    f"feature {name!r} is not weighted and column {column.weights!r} is declared to hold its weights; "
+                    "declare the feature with weighted=True, or leave the weights out"
                 )
             missing = missing_id if column.missing is None else column.missing
             if column.numbers and isinstance(features, Features) and features[name].pooling != "none":
@@ -326,7 +333,7 @@ class Columns:
         for label in self.label:
             required.setdefault(label.name, "label")
         for extra in self.extra:
-            required.setdefault(extra, "extra")
+            required.setdefault(extra, self.selecting.get(extra, "extra"))
         return required
 
     def check_present(self, where: str, known: Sequence[str], origin: str = "") -> None:

@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import Any, Self
 
 from satrap.config.tables import Feature, Table
-from satrap.config.validation import ByName, Serializable, check_name, describe, require_mapping
+from satrap.config.validation import ByName, Serializable, check_name, describe, known_arguments, require_mapping
 from satrap.errors import ConfigError
 
 __all__ = ["Feature", "Features"]
@@ -21,6 +21,7 @@ class Features(Serializable, Mapping[str, Feature]):
     A block of pooled rows has one line for each sample: feature f is block[:, columns[f] : columns[f] + dims[f]].
     """
 
+    @known_arguments()
     def __init__(self, features: Mapping[str, Feature | Table]) -> None:
         """Order the features. A bare table stands for Feature(table, "sum")."""
         if not isinstance(features, Mapping) or not features:

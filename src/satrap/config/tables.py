@@ -25,6 +25,7 @@ from satrap.config.validation import (
     check_name,
     check_numbers,
     describe,
+    known_arguments,
     require_mapping,
     set_field,
 )
@@ -36,6 +37,7 @@ LAST_VERSION = 2**32 - 2
 _MOST_DEVIATIONS = 10  # no draw of Normal is further from the mean
 _LARGEST_VALUE = {"float32": LARGEST_FLOAT32, "float16": 65504.0, "bfloat16": 3.3895313892515355e38}
 _MAX_LENGTH = 65536
+_OF_TORCH = {"mode": 'write table.bag("mean"), e.g.', "per_sample_weights": "write weighted=True"}
 MAX_BUCKETS = 65536
 _MAX_BUCKET_ROWS = 2**32 - 2  # the core numbers a bucket's rows in 32 bits, and one number means none
 _MAX_ROWS = MAX_BUCKETS * _MAX_BUCKET_ROWS
@@ -252,10 +254,12 @@ class Table(Serializable):
         """The ids whose rows no update changes."""
         return self.frozen if isinstance(self.frozen, range | IdSet) else range(2**64 * (self.frozen is True))
 
+    @known_arguments(_OF_TORCH)
     def bag(self, pooling: Pooling, *, weighted: bool = False, padding_id: int | None = None) -> "Feature":
         """Return a feature of this table that pools any number of ids in a sample into one row; see `Feature`."""
         return Feature(self, pooling, weighted=weighted, padding_id=padding_id)
 
+    @known_arguments()
     def sequence(
         self,
         max_length: int | None = None,

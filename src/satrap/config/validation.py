@@ -12,11 +12,12 @@ import numbers
 import os
 import reprlib
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import MISSING, fields
-from functools import cache
-from types import NoneType, UnionType
-from typing import Any, Never, Self, TypeVar, Union, get_args, get_origin, get_type_hints
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from functools import cache, wraps
+from inspect import signature
+from types import MappingProxyType, NoneType, UnionType
+from typing import Any, Never, ParamSpec, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from satrap.errors import ConfigError, SatrapError
 
@@ -26,6 +27,9 @@ LAST_STEP = 2**32 - 2
 """The largest batch number; steps are stored in 32 bits."""
 _MAX_NAME_BYTES = 255
 V = TypeVar("V")
+P = ParamSpec("P")
+R = TypeVar("R")
+_NOTHING: Mapping[str, str] = MappingProxyType({})
 _PLAIN = (int, str, float, bool, NoneType)
 
 
@@ -46,8 +50,8 @@ class KnownArguments:
 
     def __new__(cls, *_: Any, **arguments: Any) -> Self:
         """Create the object, before the dataclass's `__init__`, which has a bare error."""
-        if arguments:
-            names = [field.name for field in fields(cls) if field.init]  # type: ignore[arg-type]  # as above
+        if arguments and is_dataclass(cls):
+            names = [field.name for field in fields(cls) if field.init]
             require_known(cls.__name__, arguments, names)
         return super().__new__(cls)
 
@@ -124,16 +128,46 @@ def kind_of(value: object) -> str:
 
 
 def suggest(name: object, known: list[str]) -> str:
-    """Return the known name nearest to `name` if one is near, else all of them."""
-    near = difflib.get_close_matches(str(name), known, n=1)
-    return f"the nearest known one is {near[0]!r}" if near else f"known are {', '.join(map(repr, known))}"
+    """Return the known name nearest to `name`, whatever the case of its letters, if one is near, else all of them."""
+    lowered = {one.lower(): one for one in known}
+    near = difflib.get_close_matches(str(name).lower(), lowered, n=1)
+    return f"the nearest known one is {lowered[near[0]]!r}" if near else f"known are {', '.join(map(repr, known))}"
 
 
-def require_known(where: str, arguments: Iterable[str], known: Collection[str]) -> None:
-    """Raise TypeError if a keyword argument is none of those that are known."""
+def require_known(
+    where: str, arguments: Iterable[str], known: Collection[str], instead: Mapping[str, str] = _NOTHING
+) -> None:
+    """Raise TypeError if a keyword argument is none of those that are known. instead: what to do, for some others."""
     for name in arguments:
         if name not in known:
-            raise TypeError(f"{where} got an unexpected keyword argument {name!r}: {suggest(name, list(known))}")
+            advice = instead.get(name) or suggest(name, list(known))
+            raise TypeError(f"{where} got an unexpected keyword argument {name!r}: {advice}")
+
+
+def known_arguments(
+    instead: Mapping[str, str] = _NOTHING, *, options_of: Callable[..., Any] | None = None
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Return a decorator of a public function or method, whose TypeError for a keyword argument that it does not have
+    then says which is near. It costs a call with keyword arguments the comparison of two sets.
+
+    instead: for arguments of other libraries, what to write. options_of: what receives the function's `**options`."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        own = signature(function).parameters.values()
+        others = () if options_of is None else signature(options_of).parameters.values()
+        known = [p.name for p in own if p.name != "self" and p.kind is not p.VAR_KEYWORD]
+        known += [p.name for p in others if p.kind is p.KEYWORD_ONLY]
+        names = frozenset(known)
+
+        @wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            if kwargs and not kwargs.keys() <= names:
+                require_known(function.__qualname__.removesuffix(".__init__"), kwargs, known, instead)
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate
 
 
 class ByName(dict[str, V]):

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from satrap.config.optional_deps import pyarrow_for
-from satrap.data.decode import is_list
+from satrap.data.decode import is_list, is_time
 from satrap.data.hashing import is_text
 from satrap.data.whole_numbers import LARGEST_EXACT, is_whole_decimal, whole_decimals
 
@@ -230,7 +230,7 @@ def _kind(values: Any, is_typed: bool) -> Kind:
     if types.is_floating(kind):
         numbers = values.drop_null()
         return _number_kind(numbers) if np.all(np.abs(np.asarray(numbers)) <= LARGEST_EXACT) else "real"
-    if types.is_timestamp(kind) or types.is_date(kind):
+    if is_time(arrow, kind):
         return "time"
     if not is_text(arrow, kind):
         return "other"

@@ -6,6 +6,7 @@ files are those that Criteo publishes, plain or .gz. A test file has no label: g
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from satrap.config.columns import Columns, DenseColumn, LabelColumn
 from satrap.config.features import Features
@@ -37,6 +38,7 @@ class Criteo(CSV):
     columns: Sequence[str] | None = None
     delimiter: str = "\t"
     quote: str | None = None
+    _format: ClassVar[str] = "Criteo's logs"
 
     def __post_init__(self) -> None:
         known = (_FIELDS, ("label", *_FIELDS))

@@ -96,7 +96,7 @@ class _Decoder:
             return arrow.LargeListArray.from_arrays(arrow.array(_offsets(_numpy(lengths))), items, mask=array.is_null())
         array = self._decoded(array)
         if column.time is not None and not types.is_null(array.type):
-            if not (types.is_timestamp(array.type) or types.is_date(array.type)):
+            if not is_time(arrow, array.type):
                 self._refuse_type(column.name, array.type, "timestamps or dates, as declared (time)")
             array = _time_part(arrow, array, column.time)
             if isinstance(column, IdColumn) and boundaries is None:
@@ -146,7 +146,7 @@ class _Decoder:
             hint = "; convert them, or declare kind='integer' if they are whole" if types.is_floating(kind) else ""
             if types.is_nested(kind):
                 hint = "; give the ids of all items one after another, and how many each has as numbers beside them"
-            self._refuse_type(column.name, kind, f"integers or strings for ids{hint}")
+            self._refuse_type(column.name, kind, f"integers or strings for ids{hint}", IdColumn)
         if column.kind == "string":
             return hash_strings(array.cast(arrow.string())), valid, wrong
         wide = arrow.uint64() if types.is_unsigned_integer(array.type) else arrow.int64()
@@ -204,14 +204,12 @@ class _Decoder:
         else:
             lengths = _numpy(self.arrow.compute.list_value_length(given).fill_null(0)).astype(np.int64)
             flat = given.flatten()
-        types = self.arrow.types
-        if what == "numbers" and (types.is_timestamp(flat.type) or types.is_date(flat.type)):
+        if what == "numbers" and is_time(self.arrow, flat.type):
             flat = _time_part(self.arrow, flat, "seconds")
-        if not (_is_number(self.arrow, flat.type) or types.is_null(flat.type)):
+        if not (_is_number(self.arrow, flat.type) or self.arrow.types.is_null(flat.type)):
             self._refuse_type(name, given.type, "numbers for weights" if what == "weights" else "numbers or timestamps")
         numbers = _floats(flat, np.float32 if what == "weights" else np.float64)
-        starts = _offsets(lengths)[:-1]
-        expected = np.diff(offsets)
+        starts, expected = _offsets(lengths)[:-1], np.diff(offsets)
         uneven = ~missing & (lengths != expected)
         if uneven.any():
             self.faults.append(
@@ -261,7 +259,7 @@ class _Decoder:
         elif _is_number(self.arrow, flat.type):
             numbers[has_width] = _floats(flat).reshape(shape)
         elif not self.arrow.types.is_null(flat.type):
-            self._refuse_type(column.name, array.type, "numbers, or strings of numbers")
+            self._refuse_type(column.name, array.type, "numbers, or strings of numbers", DenseColumn)
         self._fault(
             column.name, np.logical_or.reduce(np.isinf(numbers), axis=1), array, "finite numbers that float32 can hold"
         )
@@ -344,7 +342,10 @@ class _Decoder:
                 _Fault(rows, lambda i: f"column {name!r} holds {_abbreviated(array[i])}; expected {expected}")
             )
 
-    def _refuse_type(self, name: str | None, kind: Any, expected: str) -> None:
+    def _refuse_type(self, name: str | None, kind: Any, expected: str, of_times: type[Any] | None = None) -> None:
+        """of_times: the declaration that says what to read of times."""
+        if of_times is not None and is_time(self.arrow, getattr(kind, "value_type", kind)):
+            expected += f"; of times, declare what to read: {of_times.__name__}({name!r}, time='days'), e.g."
         raise SourceError(f"{self.where}: column {name!r} is of type {kind}; expected {expected}")
 
 
@@ -421,6 +422,10 @@ def is_list(arrow: Any, kind: Any) -> bool:
         or types.is_list_view(kind)
         or types.is_large_list_view(kind)
     )
+
+
+def is_time(arrow: Any, kind: Any) -> bool:
+    return bool(arrow.types.is_timestamp(kind) or arrow.types.is_date(kind))
 
 
 def _is_number(arrow: Any, kind: Any) -> bool:

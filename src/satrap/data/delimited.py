@@ -8,7 +8,7 @@ value.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,6 +58,7 @@ class CSV(FileSource):
     newlines_in_values: bool = False
     block_bytes: int = 4 << 20
     max_line_bytes: int = 16 << 20
+    _format: ClassVar[str] = ""  # what has the columns, if that is no choice
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -115,6 +116,9 @@ class CSV(FileSource):
         text = TextFile(file, self._layout(), names)
         partition = {name: value or "" for name, value in file.partition.items() if name not in names}
         header = "" if self.columns is not None else " (the first line; without a header, name columns=[...])"
+        other = next((character for character in ",\t;|" if len(names) == 1 and character in names[0]), None)
+        if header and other is not None:
+            header = f" (the first line, which {self.delimiter!r} does not divide: give delimiter={other!r})"
         columns.check_present(file.name, [*names, *partition], header)
         parser = _RowParser(self, columns, names, partition)
 
@@ -212,6 +216,11 @@ class _RowParser:
     ) -> str:
         line = chunk.first_line() + int(_core.count_lines(chunk.text[:at]))
         why = self._why(fault, column, bytes(chunk.text[begin : min(end, begin + 200)]), counts)
+        if self._source._format:
+            row = bytes(chunk.text[at:]).partition(b"\n")[0]
+            count, expected = row.count(self._source.delimiter.encode()) + 1, len(self._names)
+            if count != expected:
+                why = f"it has {count} columns; expected {expected}, as in {self._source._format}: use CSV for others"
         return f"{file.file.name}, line {line}: {why}"
 
     def _why(self, fault: str, column: int, field: bytes, counts: Sequence[int]) -> str:

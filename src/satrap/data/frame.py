@@ -4,6 +4,7 @@ A frame is converted to Arrow arrays one range of rows at a time, so memory neve
 columns are not copied at all, and a Hugging Face dataset stays in its files. None of these packages is imported here.
 """
 
+import os
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from functools import partial
@@ -49,6 +50,11 @@ class Frame(RowBlockSource):
             raise ConfigError(
                 "Frame: found an IterableDataset, whose rows have no numbers; give "
                 "satrap.IterableSource(data, samples=True, batch_size=...)"
+            )
+        if isinstance(self.data, str | os.PathLike):
+            raise ConfigError(
+                f"Frame: found {describe(self.data)}; expected rows in memory. To read files, use satrap.Parquet, "
+                "satrap.Arrow, satrap.CSV, JSON, TFRecord or Criteo"
             )
         if not (_is_frame(self.data) or _is_dataset(self.data) or isinstance(self.data, Mapping)):
             raise ConfigError(

@@ -444,8 +444,8 @@ def _samples_of(where: str, item: Inputs, columns: Columns) -> _core.Samples:
 
 def _decode_jagged(where: str, item: tuple[Any, Any, Any], columns: Columns) -> Chunk:
     _refuse_declared(where, columns)
-    if columns.extra:
-        raise SourceError(f"{where}: a KeyedJaggedTensor has no column {columns.extra[0]!r}; leave out extra")
+    if extra := columns.extra:
+        raise SourceError(f"{where}: a KeyedJaggedTensor has no column {extra[0]!r}; leave out extra, before and since")
     dense, jagged, label = item
     keys = list(jagged.keys())
     values = _integers(where, "values", jagged.values()).view(np.uint64)

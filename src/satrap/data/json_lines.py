@@ -113,7 +113,9 @@ def _parse(file: File, chunk: TextChunk, schema: Any, roles: Mapping[str, str]) 
                 if line.strip():
                     parse(line)
             except arrow.ArrowException as bad:
-                raise SourceError(f"{file.name}, line {chunk.first_line() + number}: {bad}") from None
+                is_object = line.lstrip().startswith(b"{")
+                hint = "" if is_object else "; expected an object {...} in each line: use satrap.CSV for delimited text"
+                raise SourceError(f"{file.name}, line {chunk.first_line() + number}: {bad}{hint}") from None
         raise SourceError(f"{file.name}: {error}: a key holds values of several types") from error
 
 

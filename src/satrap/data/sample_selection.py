@@ -6,9 +6,11 @@ order of the blocks and on any number of trainers. Samples of an iterable have n
 chunks end depends on how it is read. The chunks are decoded whole and then cut, which copies the selected samples.
 """
 
+import datetime
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from satrap import _core
 from satrap.config.optional_deps import pyarrow_for
 from satrap.config.validation import check_number, describe
 from satrap.data.block import Block, Chunk, RawChunk
+from satrap.data.decode import is_time
 from satrap.data.hashing import hash_integers
 from satrap.data.shuffle_order import mixed
 from satrap.errors import ConfigError, SourceError
@@ -43,9 +46,10 @@ class Selection:
         return 1.0 if self.share is None else self.share[1] - self.share[0]
 
     @property
-    def columns(self) -> tuple[str, ...]:
-        """The columns that decide which samples are read."""
-        return tuple(dict.fromkeys(bound[0] for bound in (self.before, self.since) if bound is not None))
+    def columns(self) -> dict[str, str]:
+        """The columns that decide which samples are read, each with the option that names it."""
+        bounds = {"since": self.since, "before": self.before}
+        return {bound[0]: option for option, bound in bounds.items() if bound is not None}
 
     def blocks(self, blocks: Sequence[Block]) -> list[Block]:
         """Return the blocks with the selected samples only."""
@@ -120,13 +124,29 @@ def check_share(where: str, share: Any) -> tuple[float, float] | None:
 
 
 def check_bound(where: str, name: str, bound: Any) -> Bound | None:
-    """Return the bound; raise if it is not the name of a column and a value."""
+    """Return the bound, with a date or time as its ISO text; raise if it is not the name of a column and a value."""
     if bound is None:
         return None
     is_pair = isinstance(bound, Sequence) and not isinstance(bound, str) and len(bound) == 2
-    if not is_pair or not isinstance(bound[0], str) or not isinstance(bound[1], str | int | float):
-        raise ConfigError(f"{where}: {name} is {describe(bound)}; expected a column and a value, e.g. ('day', 25)")
-    return bound[0], bound[1]
+    value = _iso_text(bound[1]) if is_pair else None
+    if not is_pair or not isinstance(bound[0], str) or not isinstance(value, str | int | float):
+        raise ConfigError(
+            f"{where}: {name} is {describe(bound)}; expected a column and a value (a number, text, date or time), e.g. "
+            "('day', 25) or ('day', '2026-01-25')"
+        )
+    return bound[0], value
+
+
+def _iso_text(value: Any) -> Any:
+    """Return a date or time as its ISO text, at midnight as that of its date; other values unchanged, None for a time
+    that is missing."""
+    if not isinstance(value, datetime.date | np.datetime64):
+        return value
+    if value != value:  # numpy's and pandas' NaT
+        return None
+    if isinstance(value, np.datetime64) and (rounded := value.astype("M8[us]")) == value:
+        value = rounded.item()
+    return (value.isoformat() if isinstance(value, datetime.date) else str(value)).removesuffix("T00:00:00")
 
 
 def _fractions(numbers: NDArray[np.uint64], *key: int) -> NDArray[np.float64]:
@@ -151,15 +171,32 @@ def _is_since(bound: Bound, values: Any) -> NDArray[np.bool_]:
             return is_since
         if is_number:
             values = values.cast(arrow.float64())
+        elif isinstance(least, str) and is_time(arrow, values.type):
+            least = _time(arrow, least, getattr(values.type, "tz", None))
         else:
             least = arrow.scalar(least).cast(values.type)
         since = arrow.compute.greater_equal(values, least).fill_null(False)
     except arrow.ArrowException as error:
+        expected = "a value of the column's type"
+        if is_time(arrow, values.type):
+            expected = "a date or time, such as '2026-01-25' or datetime.date(2026, 1, 25)"
         raise SourceError(
-            f"column {name!r} of type {kind} cannot be compared to {bound[1]!r} ({error}); give a value of the "
-            "column's type"
+            f"column {name!r} of type {kind} cannot be compared to {bound[1]!r} ({error}); give {expected}"
         ) from error
     return np.asarray(since.to_numpy(zero_copy_only=False))
+
+
+def _time(arrow: Any, text: str, zone: str | None) -> Any:
+    """Return the time that a text states, as exactly as it does, to compare with times in a zone. Times without a zone
+    are in UTC."""
+    error: Exception | None = None
+    for unit, given in product(("us", "ns"), (None, "UTC")):
+        try:
+            return arrow.scalar(text).cast(arrow.timestamp(unit, given)).cast(arrow.timestamp(unit, zone))
+        except arrow.ArrowInvalid as caught:
+            error = error or caught
+    assert error is not None
+    raise error
 
 
 def _taken(chunk: Chunk, order: NDArray[np.int64]) -> _core.Samples:

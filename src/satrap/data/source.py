@@ -74,7 +74,8 @@ class Source(Config, ABC):
     share: the part of the samples to read, drawn by `seed`: (0.0, 0.9) and (0.9, 1.0) are disjoint, and all samples
         together. None: all.
     before: a column and a value: only samples with a smaller value, or without one, are read. Text is compared as
-        numbers to a number.
+        numbers to a number. A date or time is a datetime.date, datetime.datetime or numpy.datetime64, or its ISO text,
+        such as "2026-01-25": without a zone in UTC; in a column of text, that text.
     since: a column and a value: only samples with at least this value are read, which are all that `before` leaves out.
     num_threads: threads that read ahead and decode; None: half the cores, at most 4. 0: only the caller's thread.
     """
@@ -224,7 +225,8 @@ class Source(Config, ABC):
             raise InputError(f"{where}: position is {describe(position)}; expected the position of a batch")
         selection = Selection(share=self.share, before=self.before, since=self.since, seed=self.seed)
         columns = self._columns(features)
-        columns = dataclasses.replace(columns, extra=tuple(dict.fromkeys((*columns.extra, *selection.columns))))
+        held = tuple(dict.fromkeys((*columns.extra, *selection.columns)))
+        columns = dataclasses.replace(columns, extra=held, selecting=selection.columns)
         blocks = self._blocks(columns, position)
         blocks = blocks if selection.portion == 1.0 else selection.blocks(blocks)
         return Batches(

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from satrap.config.array_args import as_ids
 from satrap.config.optional_deps import pyarrow_for
-from satrap.config.validation import suggest
+from satrap.config.validation import known_arguments, suggest
 from satrap.data.decode import is_list
 from satrap.data.file_source import errors_naming
 from satrap.data.hashing import hash_strings, is_text
@@ -30,6 +30,7 @@ _TYPES = _FLOATS | {"I64": "<i8", "U64": "<u8"}
 Part = tuple[NDArray[np.uint64], NDArray[np.float32]]
 
 
+@known_arguments()
 def read_vectors(
     path: str | os.PathLike[str], *, ids: str | os.PathLike[str] | None = None, vectors: str | None = None
 ) -> Iterator[Part]:

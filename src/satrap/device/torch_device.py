@@ -17,6 +17,14 @@ _EXPECTED = "expected 'cuda', a GPU by its number such as 'cuda:1', or 'cpu', wh
 def resolve_device(device: torch.device | str) -> torch.device:
     """Return the device with its number, so that equal devices compare equal; raise ConfigError if it cannot hold
     rows."""
+    resolved = torch_device(device)
+    if resolved.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device is {str(device)!r}, for which there are no kernels; {_EXPECTED}")
+    return resolved
+
+
+def torch_device(device: torch.device | str) -> torch.device:
+    """Return the device with its number; raise ConfigError if torch does not have it."""
     if not isinstance(device, torch.device | str):
         raise ConfigError(f"device is {device!r} ({type(device).__name__}); {_EXPECTED}")
     try:
@@ -28,7 +36,7 @@ def resolve_device(device: torch.device | str) -> torch.device:
             raise ConfigError(f"device is {str(device)!r}, and torch has one CPU, whatever its cores; expected 'cpu'")
         return torch.device("cpu")
     if resolved.type != "cuda":
-        raise ConfigError(f"device is {str(device)!r}, for which there are no kernels; {_EXPECTED}")
+        return resolved
     count = torch.cuda.device_count()
     if count == 0:
         built = "torch finds none" if torch.version.cuda or torch.version.hip else "this torch was built without CUDA"

@@ -9,12 +9,14 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from satrap.config.validation import known_arguments
 from satrap.models.parts import block_dims, check_inputs, count, stack, widths
 
 
 class DCN(nn.Module):
     """Cross layers and deep layers side by side over dense features and embeddings, joined by a linear layer."""
 
+    @known_arguments()
     def __init__(
         self,
         num_dense: int,

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from satrap.config.validation import known_arguments
 from satrap.errors import ConfigError
 from satrap.models.parts import block_dims, check_inputs, count, stack, widths
 
@@ -16,6 +17,7 @@ from satrap.models.parts import block_dims, check_inputs, count, stack, widths
 class DeepFM(nn.Module):
     """A factorization machine and a deep stack side by side, whose logits are added."""
 
+    @known_arguments()
     def __init__(
         self, num_dense: int, embeddings: object, deep: Sequence[int] = (400, 400), ignore: Sequence[str] = ()
     ) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence as Names
 import torch
 from torch import nn
 
+from satrap.config.validation import known_arguments
 from satrap.errors import ConfigError, InputError
 from satrap.models.parts import block_dims, check_inputs, columns_of, count, sequence_feature, stack, widths
 from satrap.train.sequence import JaggedSequence, Sequence
@@ -19,6 +20,7 @@ class DIN(nn.Module):
 
     target_columns: torch.Tensor
 
+    @known_arguments()
     def __init__(
         self,
         num_dense: int,

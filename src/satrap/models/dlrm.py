@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from satrap.config.validation import known_arguments
 from satrap.errors import ConfigError
 from satrap.models.interaction import Interaction
 from satrap.models.parts import block_dims, check_inputs, count, stack, widths
@@ -16,6 +17,7 @@ class DLRM(nn.Module):
     With one feature and no dense features there are no pairs, and the top layers take the feature's vector.
     """
 
+    @known_arguments()
     def __init__(
         self,
         num_dense: int,

@@ -8,12 +8,14 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from satrap.config.validation import known_arguments
 from satrap.models.parts import block_dims, check_inputs, count, stack, widths
 
 
 class FFNN(nn.Module):
     """Linear layers with ReLU between them, from all columns to the logit."""
 
+    @known_arguments()
     def __init__(
         self,
         num_dense: int,

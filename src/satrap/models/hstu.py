@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.functional import layer_norm, silu
 
+from satrap.config.validation import known_arguments
 from satrap.errors import InputError
 from satrap.models.parts import count, history_of
 from satrap.train.sequence import JaggedSequence, Sequence
@@ -19,6 +20,7 @@ from satrap.train.sequence import JaggedSequence, Sequence
 class HSTU(nn.Module):
     """Layers of gated pointwise attention over the rows of a history."""
 
+    @known_arguments()
     def __init__(
         self, embeddings: object, history: str, num_layers: int = 2, num_heads: int = 1, ignore: Names[str] = ()
     ) -> None:

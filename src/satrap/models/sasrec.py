@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from satrap.config.validation import known_arguments
 from satrap.errors import InputError
 from satrap.models.parts import count, history_of
 from satrap.train.sequence import JaggedSequence, Sequence
@@ -19,6 +20,7 @@ from satrap.train.sequence import JaggedSequence, Sequence
 class SASRec(nn.Module):
     """Blocks of causal self-attention and two layers for each place, over rows of items and of their places."""
 
+    @known_arguments()
     def __init__(
         self,
         embeddings: object,

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.functional import normalize
 
+from satrap.config.validation import known_arguments
 from satrap.errors import ConfigError
 from satrap.models.parts import block_dims, check_inputs, columns_of, count, stack, widths
 
@@ -20,6 +21,7 @@ class TwoTower(nn.Module):
     query_columns: torch.Tensor
     item_columns: torch.Tensor
 
+    @known_arguments()
     def __init__(
         self,
         embeddings: object,

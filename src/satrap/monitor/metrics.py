@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from satrap.config.validation import suggest
+from satrap.config.validation import known_arguments, suggest
 from satrap.errors import ConfigError, InputError
 from satrap.hidden_names import internal
 
@@ -127,6 +127,7 @@ class Evaluation:
     are distributed like the first ones the bound is about 1 / (2 num_bins), 8e-6 by default.
     """
 
+    @known_arguments()
     def __init__(self, *, exact_samples: int | None = 1 << 22, num_bins: int = 1 << 16) -> None:
         """exact_samples: None holds all samples, however many."""
         self._limit = None if exact_samples is None else _count("Evaluation", "exact_samples", exact_samples)
@@ -345,9 +346,8 @@ def mode_of(name: str, further: Mapping[str, object]) -> Mode | None:
     if metric in _TOP and at and k.isdecimal() and int(k) > 0:
         return "max"
     names = [*known, *(f"{ranking}@10" for ranking in _TOP)]
-    raise ConfigError(
-        f"the metric is {name!r}; expected one of {', '.join(names)} (@10: any number); {suggest(name, names)}"
-    )
+    expected = f"expected one of an Evaluation: {suggest(name, names)} (@10: any number)"
+    raise ConfigError(f"the metric is {name!r}; {expected}")
 
 
 def needs_groups(name: str) -> bool:

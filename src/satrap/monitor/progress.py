@@ -8,6 +8,7 @@ from which `satrap report` makes a page.
 and `sinks` show them. Numbers that were not passed are not shown.
 """
 
+import math
 import os
 import time
 import warnings
@@ -16,6 +17,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Protocol, Self, runtime_checkable
 
+from satrap.config.validation import kind_of, known_arguments
 from satrap.errors import ConfigError, InputError
 from satrap.monitor.hidden_secrets import hide_secrets
 from satrap.monitor.meter import Meter, require_column
@@ -64,6 +66,7 @@ class Progress:
             progress.step(batch, loss=loss, scores=logits)
     """
 
+    @known_arguments()
     def __init__(
         self,
         embeddings: HasCounters | None = None,
@@ -90,6 +93,12 @@ class Progress:
         """
         if every_seconds is not None and not every_seconds > 0:
             raise ConfigError(f"Progress: every_seconds is {every_seconds!r}; expected a number above 0")
+        if embeddings is not None and not hasattr(embeddings, "counters"):
+            raise ConfigError(f"Progress: embeddings is {kind_of(embeddings)}; expected the satrap.Embeddings, or None")
+        if not isinstance(sinks, Sequence | None) or not all(_is_sink(sink) for sink in sinks or ()):
+            raise ConfigError(f"Progress: sinks is {kind_of(sinks)}; expected a list of sinks, [satrap.Screen()], e.g.")
+        if not isinstance(settings, Mapping | None):
+            raise ConfigError(f"Progress: settings is {kind_of(settings)}; expected a dict by name, such as vars(args)")
         self._sinks: list[Sink] = [] if is_trial() else [Screen()] if sinks is None else list(sinks)
         requested = min((getattr(sink, "every_seconds", LINE_SECONDS) for sink in self._sinks), default=LINE_SECONDS)
         self._every: float = requested if every_seconds is None else every_seconds
@@ -123,6 +132,8 @@ class Progress:
             raise InputError(
                 f"Progress.step: batch is a {kind}; expected that of a stream, as in step(batch, loss=loss)"
             )
+        if (shape := getattr(loss, "shape", ())) and math.prod(shape) != 1:
+            raise InputError(f"Progress.step: loss has the shape {list(shape)}; expected one number: loss.mean()")
         if scores is not None:
             labels = batch.label if labels is None else labels
             for name, values in (("labels", labels), ("scores", scores)):  # raises at the user's line
@@ -235,3 +246,7 @@ class Progress:
                 stack.callback(self._record.close, self._clock(), error)
             for sink in self._sinks:
                 stack.callback(sink.close)
+
+
+def _is_sink(given: object) -> bool:
+    return not isinstance(given, type) and hasattr(given, "write") and hasattr(given, "close")

@@ -8,6 +8,7 @@ import threading
 from typing import Any, Protocol, TextIO
 
 from satrap.config.location import Location, local_path
+from satrap.config.validation import known_arguments
 from satrap.errors import ConfigError
 from satrap.monitor.report import Report, bar, line
 from satrap.monitor.status_line import columns_of, draws_in_place, marks_of, write_out
@@ -28,6 +29,7 @@ class Sink(Protocol):
 class Screen:
     """Draws a bar on a terminal or in a notebook, or prints one line per report elsewhere."""
 
+    @known_arguments()
     def __init__(self, stream: TextIO | None = None, *, as_bar: bool | None = None) -> None:
         """stream: standard error if None. as_bar: None draws a bar if the stream is a terminal or a notebook's."""
         # None in a process without standard error.
@@ -85,6 +87,7 @@ class Screen:
 class JsonLines:
     """Appends one JSON object per line to a file, with null for numbers that are not finite."""
 
+    @known_arguments()
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """path: the file; created now, so that a path that cannot be written raises early."""
         self._path = local_path(path, "JsonLines: path")
@@ -103,6 +106,7 @@ class JsonLines:
 class TensorBoard:
     """Writes scalars to event files, by step; needs the packages torch and tensorboard."""
 
+    @known_arguments()
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         """folder: the folder of this run, or its URL; TensorBoard shows each folder as a curve."""
         location = Location.parse(folder, "TensorBoard: folder")

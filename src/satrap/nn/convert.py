@@ -20,11 +20,11 @@ from torch import Tensor
 
 from satrap.config.optimizers import Optimizer
 from satrap.config.tables import Normal, Table, Uniform
-from satrap.config.validation import check_flag, check_integer, kind_of, suggest
+from satrap.config.validation import check_flag, check_integer, kind_of, known_arguments, suggest
 from satrap.errors import ConfigError
 from satrap.nn.collections import initial_of, replace_collections
 from satrap.nn.embedding import Embedding, EmbeddingBag
-from satrap.train.embeddings import Embeddings
+from satrap.train.embeddings import DEPLOYMENT_ARGUMENTS, Embeddings
 
 _KINDS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -32,6 +32,7 @@ _PENALTY = "empty it, and give the table's optimizer weight_decay, which decays 
 _HINT = "leave the module out, or change the model"
 
 
+@known_arguments(DEPLOYMENT_ARGUMENTS, options_of=Embeddings.__init__)
 def convert(
     model: torch.nn.Module,
     tables: Mapping[str, Table] | Optimizer,

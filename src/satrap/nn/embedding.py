@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag
 
 from satrap.config.tables import Table
-from satrap.config.validation import check_choice, check_integer, kind_of, suggest
+from satrap.config.validation import check_choice, check_integer, kind_of, known_arguments, suggest
 from satrap.errors import ConfigError, InputError, StreamError
 from satrap.monitor.memory import memory
 from satrap.train.embeddings import Embeddings, session_of
@@ -258,6 +258,7 @@ def _look_up(
 class Embedding(_TableModule):
     """A drop-in for nn.Embedding over a table of an `Embeddings`. It has no weight: the rows are in the table."""
 
+    @known_arguments()
     def __init__(self, embeddings: Embeddings, table: Table | str, *, padding_idx: int | None = None) -> None:
         """embeddings: the `Embeddings` that has the table and trains it.
 
@@ -286,6 +287,7 @@ class Embedding(_TableModule):
 class EmbeddingBag(_TableModule):
     """A drop-in for nn.EmbeddingBag over a table of an `Embeddings`. It has no weight: the rows are in the table."""
 
+    @known_arguments()
     def __init__(
         self,
         embeddings: Embeddings,

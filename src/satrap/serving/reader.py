@@ -22,7 +22,7 @@ from satrap.checkpoint.state_dict_file import read_state, require_model
 from satrap.config.features import Features
 from satrap.config.job import Job, with_buckets_of
 from satrap.config.tables import Feature, Table
-from satrap.config.validation import ByName, suggest
+from satrap.config.validation import ByName, known_arguments, suggest
 from satrap.data.inputs import Inputs, as_inputs
 from satrap.errors import CheckpointError, ConfigError, InputError, SatrapError, StreamError
 from satrap.run_context import current_context
@@ -99,6 +99,7 @@ class Reader:
     """Read-only access to the rows of a live run, of a run's newest checkpoint, or of a table's snapshot. A context
     manager; thread-safe."""
 
+    @known_arguments()
     def __init__(
         self,
         path: str | os.PathLike[str] | None = None,
@@ -185,6 +186,7 @@ class Reader:
         look_up.look_up(batch, 0)
         return batch.hand_over()
 
+    @known_arguments()
     def stream(self, data: Any, *, device: torch.device | str | None = None, overlap: bool = False) -> Stream:
         """Return the batches of a source with their rows looked up, as `Embeddings.stream` does in evaluation.
 

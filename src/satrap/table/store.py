@@ -21,6 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 from satrap._core import Ticket
 from satrap.config import array_args
 from satrap.config.tables import Table, require_frozen_ids
+from satrap.config.validation import known_arguments
 from satrap.errors import SharedMemoryError, TicketError
 from satrap.hidden_names import internal
 from satrap.table.engine import Slot, attach_engine, look_up, open_engine, update
@@ -49,6 +50,7 @@ class StoredRows(NamedTuple):
 class Store:
     """A table: 64-bit ids to rows of values and optimizer state."""
 
+    @known_arguments()
     def __init__(
         self,
         table: Table,

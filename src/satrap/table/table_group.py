@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 from satrap._core import Ticket
 from satrap.config import array_args
 from satrap.config.tables import Table, require_frozen_ids
-from satrap.config.validation import ByName, kind_of
+from satrap.config.validation import ByName, kind_of, known_arguments
 from satrap.errors import ConfigError, InputError, SnapshotError
 from satrap.hidden_names import internal
 from satrap.storage.open_folder import open_folder
@@ -45,6 +45,7 @@ class TableGroup(Mapping[str, Store]):
     is_whole = True
     """False once a restore has failed after it had begun to change these tables."""
 
+    @known_arguments()
     def __init__(
         self,
         tables: Sequence[Table],

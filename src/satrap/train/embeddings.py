@@ -17,10 +17,10 @@ from torch import Tensor
 
 from satrap.config.features import Feature, Features
 from satrap.config.tables import Table, require_frozen_ids
-from satrap.config.validation import check_choice, check_integer, kind_of, require_known
+from satrap.config.validation import check_choice, check_integer, kind_of, known_arguments
 from satrap.data.inputs import Inputs
 from satrap.device.home_memory import DTYPES
-from satrap.device.torch_device import resolve_device
+from satrap.device.torch_device import resolve_device, torch_device
 from satrap.errors import ConfigError, SourceError
 from satrap.hidden_names import internal
 from satrap.monitor.report import Counters
@@ -43,6 +43,10 @@ from satrap.worker.worker import Worker
 if TYPE_CHECKING:
     from satrap.worker.sharded_tables import ShardedTables
 
+DEPLOYMENT_ARGUMENTS = {
+    field.name: f"write deployment=satrap.Deployment({field.name}=...)" for field in fields(Deployment)
+}
+"""What `known_arguments` says of those of `Deployment`."""
 _STRATEGIES: dict[str, type[SyncDense | AsyncDense]] = {"sync": SyncDense, "async": AsyncDense}
 
 
@@ -50,6 +54,7 @@ _STRATEGIES: dict[str, type[SyncDense | AsyncDense]] = {"sync": SyncDense, "asyn
 class Embeddings(torch.nn.Module):
     """Embedding tables of a model, which look up and train the rows of its features. A context manager; see `close`."""
 
+    @known_arguments(DEPLOYMENT_ARGUMENTS)
     def __init__(
         self,
         features: Mapping[str, Feature | Table],
@@ -63,7 +68,6 @@ class Embeddings(torch.nn.Module):
         device_memory: int | str | Mapping[str, int | str] | None = None,
         output_dtype: Literal["float32", "float16", "bfloat16"] = "float32",
         deployment: Deployment | None = None,
-        **unknown: Never,
     ) -> None:
         """features: features by the name of their column; a bare table is `table.bag("sum")`.
 
@@ -84,7 +88,6 @@ class Embeddings(torch.nn.Module):
             the run's servers.
         """
         super().__init__()
-        _refuse(unknown)
         self.features = Features(features)
         self.staleness, self.deterministic = staleness, deterministic
         self.trainers = ProcessGroup()
@@ -148,6 +151,7 @@ class Embeddings(torch.nn.Module):
         """The tables by name: each a `Store`, or for tables on servers the methods of a `Store` that work remotely."""
         return self.worker.tables
 
+    @known_arguments()
     def optimizer(self, dense: torch.optim.Optimizer | None = None, *, lr_scale: float = 1.0) -> HybridOptimizer:
         """Return an optimizer that steps the dense parameters and the tables. With dense="async" all trainers call it,
         once.
@@ -159,8 +163,12 @@ class Embeddings(torch.nn.Module):
         """
         if dense is None and self._strategy.is_joint:
             dense = torch.optim.SGD([torch.empty(0, requires_grad=True)])  # torch refuses an empty list
+        if isinstance(dense, type):
+            raise ConfigError(
+                f"dense is the class {dense.__name__}; expected an object: {dense.__name__}(model.parameters(), lr=...)"
+            )
         if not isinstance(dense, torch.optim.Optimizer):
-            raise ConfigError(f"dense is a {type(dense).__name__}; expected a torch.optim.Optimizer")
+            raise ConfigError(f"dense is {kind_of(dense)}; expected a torch.optim.Optimizer")
         _require_no_converted(dense)
         strategy = self._strategy(dense, self.trainers, lr_scale)
         if strategy.tables:
@@ -169,6 +177,7 @@ class Embeddings(torch.nn.Module):
         self._session.use(strategy, optimizer.hold)
         return optimizer
 
+    @known_arguments()
     def parallel(self, model: torch.nn.Module, *, compress: Compress | None = None) -> torch.nn.Module:
         """Wrap the model in torch's DistributedDataParallel, which averages the gradients of several trainers. With one
         trainer, dense="async" or no Parameter, return the model itself. Call this before creating the optimizer.
@@ -180,6 +189,7 @@ class Embeddings(torch.nn.Module):
         launches = None if self.device is None else lambda: self.worker.launches
         return self.trainers.wrap(model, compress, launches)
 
+    @known_arguments()
     def stream(
         self,
         data: Any,
@@ -207,7 +217,7 @@ class Embeddings(torch.nn.Module):
         if train and session.dense.joins_attempt:
             session.join_attempt()
         session.require_expected_rows()
-        target = torch.device(device or self.worker.device or "cpu")
+        target = torch_device(device or self.worker.device or "cpu")
         if self.worker.device is not None and resolve_device(target) != self.worker.device:
             raise ConfigError(f"device is {str(target)!r}; expected {str(self.worker.device)!r}, where the rows are")
         if overlap is None:
@@ -220,6 +230,7 @@ class Embeddings(torch.nn.Module):
             error.__traceback__ = None  # leads through readers; the message says where in the data
             raise
 
+    @known_arguments()
     def prefetch(
         self, loader: Iterable[Any], ids: IdsOf, *, accumulate: int = 1, overlap: bool | None = None
     ) -> PrefetchedBatches:
@@ -368,12 +379,3 @@ def _require_no_converted(dense: torch.optim.Optimizer) -> None:
                 f"the dense optimizer has the weight that satrap.convert replaced by table {table!r}, whose optimizer "
                 "is that of the table: create the dense optimizer after satrap.convert"
             )
-
-
-def _refuse(unknown: Mapping[str, Any]) -> None:
-    """Raise TypeError if there are arguments that `Embeddings` does not have."""
-    for name in (option.name for option in fields(Deployment) if option.name in unknown):
-        raise TypeError(
-            f"Embeddings got an unexpected keyword argument {name!r}: write deployment=satrap.Deployment({name}=...)"
-        )
-    require_known("Embeddings", unknown, Embeddings.__init__.__kwdefaults__ or {})

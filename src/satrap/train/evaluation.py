@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from satrap.config.validation import kind_of, suggest
+from satrap.config.validation import kind_of, known_arguments, suggest
 from satrap.data.source import Source
 from satrap.errors import ConfigError, InputError
 from satrap.monitor.metrics import Evaluation, probabilities
@@ -20,6 +20,7 @@ Metric = Any  # a function, or an object with update() and compute()
 Group = str | Callable[[Batch], Any]
 
 
+@known_arguments()
 def evaluate(
     model: torch.nn.Module,
     stream: Iterable[Batch],
@@ -61,6 +62,7 @@ def evaluate(
                 raise InputError("the stream trains its tables: call embeddings.eval() before embeddings.stream(...)")
             scores = _scores(model, batch) if score is None else score(batch)
             truth = batch.label if label is None else label(batch)
+            _require_tensors(model, scores, truth, has_score=score is not None)
             if label is None and truth.dim() == 2 and truth.shape[1] > 1:
                 raise InputError(
                     f"evaluate: the batches have {truth.shape[1]} labels; expected one: choose it and its scores by "
@@ -70,6 +72,18 @@ def evaluate(
             result.add(truth.cpu().numpy(), scores.float().cpu().numpy(), groups)
     result.add_metrics(_compute(own, result, has_groups=group is not None))
     return result
+
+
+def _require_tensors(model: torch.nn.Module, scores: object, truth: object, *, has_score: bool) -> None:
+    """Raise InputError if the model or a function of the user returned something else, such as two vectors."""
+    if not isinstance(scores, torch.Tensor):
+        source = "score" if has_score else f"{type(model).__name__}(batch.dense, batch.embeddings)"
+        raise InputError(
+            f"evaluate: {source} returned {kind_of(scores)}; expected a tensor with the score of each sample: give "
+            "score=..., a function of a batch; of two vectors, such as TwoTower's, a score is the dot product"
+        )
+    if not isinstance(truth, torch.Tensor):
+        raise InputError(f"evaluate: label returned {kind_of(truth)}; expected a tensor with the label of each sample")
 
 
 def _scores(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
@@ -85,6 +99,7 @@ def _scores(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     return scores
 
 
+@known_arguments()
 def auc(model: torch.nn.Module, stream: Iterable[Batch]) -> float:
     """Return the area under the ROC curve of the model over the stream; nan, with a warning, without both labels."""
     return evaluate(model, stream).auc()
@@ -120,6 +135,11 @@ def _groups(batch: Batch, group: Group) -> NDArray[Any]:
         ids, offsets = inputs.bags(group)
         if (np.diff(offsets) == 1).all():
             return ids
+    if group in inputs.names and len(inputs.values):
+        raise InputError(
+            f"group is {group!r}, a feature with several ids, or none, in some samples; expected one with one id in "
+            "each, an extra column, or a function that returns a value for each sample of a batch"
+        )
     nearest = suggest(group, list(dict.fromkeys([*inputs.extra, *inputs.names])))
     raise InputError(
         f"group is {group!r}; expected an extra column of the source, or a feature with one id in each sample, which "

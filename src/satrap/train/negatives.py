@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from satrap.config.array_args import as_ids
-from satrap.config.validation import check_integer
+from satrap.config.validation import check_integer, known_arguments
 from satrap.data.inputs import Inputs
 from satrap.errors import InputError
 
@@ -109,6 +109,7 @@ class Draws:
         return self._ids[at], torch.from_numpy(np.log(self._weights[at] / self._ends[-1]).astype(np.float32))
 
 
+@known_arguments()
 def add(
     batches: Iterable[Inputs],
     feature: str,
@@ -148,6 +149,7 @@ def add(
         )
 
 
+@known_arguments()
 def in_batch(queries: Tensor, items: Tensor, ids: ArrayLike, log_q: Tensor | None = None) -> Tensor:
     """Return logits [n, n] of a softmax over the items of a batch, for `cross_entropy(logits, torch.arange(n))`: each
     query's own item is the target and the others are its negatives, except those with the target's id.

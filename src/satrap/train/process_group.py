@@ -48,7 +48,7 @@ class ProcessGroup:
             warnings.warn(
                 "torchrun started this process, but it trains alone: to be one of several trainers, call "
                 "torch.distributed.init_process_group(...) before satrap.Embeddings",
-                stacklevel=3,
+                stacklevel=4,
             )
         self.rank: int = dist.get_rank() if is_distributed else 0
         """This trainer's number, from 0."""

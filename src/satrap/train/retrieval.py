@@ -14,7 +14,7 @@ from torch import Tensor
 
 from satrap.config.array_args import as_ids
 from satrap.config.tables import Table
-from satrap.config.validation import check_integer
+from satrap.config.validation import check_integer, describe, known_arguments
 from satrap.errors import InputError
 from satrap.table.store import StoredRows
 
@@ -32,11 +32,13 @@ class Rows(Protocol):
     def read(self, ids: ArrayLike) -> StoredRows: ...
 
 
+@known_arguments()
 def topk(queries: Tensor, table: Rows, k: int) -> tuple[NDArray[np.uint64], Tensor]:
     """Return for each query the ids whose rows have the highest dot products with it, and these: [n, k], highest first.
     k is at most the number of rows, or that many are returned.
 
     queries: float32 [n, dim]. The order of equal products is not defined."""
+    _require_table("topk", table)
     k = check_integer("topk", "k", k, 1, 2**31 - 1, InputError)
     queries = _checked(queries, table)
     best, ids = queries.new_empty((len(queries), 0)), np.empty((len(queries), 0), np.uint64)
@@ -48,11 +50,13 @@ def topk(queries: Tensor, table: Rows, k: int) -> tuple[NDArray[np.uint64], Tens
     return ids, best
 
 
+@known_arguments()
 def full_softmax(queries: Tensor, targets: ArrayLike, table: Rows) -> Tensor:
     """Return each query's cross-entropy against all rows of the table, float32 [n]: minus the logarithm of the softmax
     over the dot products, at the target's.
 
     queries: float32 [n, dim]. targets: the id of each query; InputError if one has no row."""
+    _require_table("full_softmax", table)
     where = f"table {table.table.name!r}"
     target_ids = as_ids(where, targets)
     if len(target_ids) != len(_checked(queries, table)):
@@ -77,6 +81,14 @@ def _scores(queries: Tensor, table: Rows) -> Iterator[tuple[NDArray[np.uint64], 
             values = torch.from_numpy(rows.values[begin : begin + step])
             with torch.no_grad():
                 yield ids[begin : begin + step], queries @ values.to(queries.device).T
+
+
+def _require_table(where: str, table: object) -> None:
+    if not all(hasattr(table, name) for name in ("table", "rows", "read")):
+        raise InputError(
+            f"{where}: table is {describe(table)}; expected one of embeddings.tables or of a Reader's tables, by its "
+            "name: embeddings.tables['item']"
+        )
 
 
 def _checked(queries: Any, table: Rows) -> Tensor:

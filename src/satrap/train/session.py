@@ -309,7 +309,7 @@ class TrainingSession:
         if not any(len(store) for store in self.worker.tables.values()):
             # With an optimizer, training may follow: Lightning validates before its first step. `close` warns if not.
             if self.on_hold is None:
-                warnings.warn(_NO_ROWS, stacklevel=3)
+                warnings.warn(_NO_ROWS, stacklevel=4)
             self._has_evaluated_nothing = self.on_hold is not None and self._training is None
         stream = Stream.evaluation(inputs, self.worker, device, overlap=overlap)
         self._evaluations.add(stream)

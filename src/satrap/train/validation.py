@@ -13,7 +13,8 @@ from typing import Any, Protocol, get_args
 
 import torch
 
-from satrap.config.validation import check_choice, check_integer
+from satrap.config.validation import check_choice, check_integer, kind_of, known_arguments
+from satrap.data.source import Source
 from satrap.errors import ConfigError, StreamError
 from satrap.monitor.metrics import Mode, mode_of, needs_groups
 from satrap.monitor.progress import Progress
@@ -21,6 +22,7 @@ from satrap.train.batch import Batch
 from satrap.train.embeddings import Embeddings, session_of
 from satrap.train.evaluation import Group, Metric, check_metrics, evaluate
 from satrap.train.process_group import unwrap
+from satrap.train.stream import Stream
 
 _MAX_COUNT = 2**31 - 1
 
@@ -44,6 +46,7 @@ class Validation:
             break
     """
 
+    @known_arguments()
     def __init__(
         self,
         model: torch.nn.Module,
@@ -58,7 +61,7 @@ class Validation:
         group: Group | None = None,
         metrics: Mapping[str, Metric] | None = None,
     ) -> None:
-        """data: the source to evaluate on, one pass for each evaluation.
+        """data: the source to evaluate on, one pass for each evaluation, whatever its `epochs`.
 
         metric: name of the metric that decides which evaluation is the best: one of `Evaluation`, such as "log_loss" or
             "ndcg@10", or one of `metrics`.
@@ -67,6 +70,7 @@ class Validation:
         score, label, group, metrics: as in `evaluate`. Only trainer 0 calls them, so let them call the model itself,
             not its DistributedDataParallel.
         """
+        data = _one_pass(embeddings, data)
         own = check_metrics("Validation", metrics)
         known_mode = mode_of(metric, own)
         if needs_groups(metric) and group is None:
@@ -117,6 +121,10 @@ class Validation:
         """
         if every_steps is not None:
             check_integer("Validation", "every_steps", every_steps, 1, _MAX_COUNT)
+        if progress is not None and not hasattr(progress, "report_evaluation"):
+            raise ConfigError(f"Validation.step: progress is {kind_of(progress)}; expected a satrap.Progress")
+        if checkpoint is not None and not hasattr(checkpoint, "save"):
+            raise ConfigError(f"Validation.step: checkpoint is {kind_of(checkpoint)}; expected a satrap.Checkpoint")
         step = self._embeddings.step
         if every_steps is not None and (step == 0 or step % every_steps != 0 or step == self._step):
             return False
@@ -169,3 +177,15 @@ class Validation:
                 module.training = mode
         received: dict[str, float] = json.loads(trainers.gather(json.dumps(values).encode())[0])
         return received
+
+
+def _one_pass(embeddings: Embeddings, data: Any) -> Any:
+    """Return the data for one pass; raise ConfigError if an argument is in the place of another."""
+    if not isinstance(embeddings, Embeddings):
+        raise ConfigError(
+            f"Validation: embeddings is {kind_of(embeddings)}; expected the satrap.Embeddings: "
+            "Validation(model, embeddings, data)"
+        )
+    if isinstance(data, Stream):
+        raise ConfigError("Validation: data is a stream, which has one pass; expected the source that it reads")
+    return data.replace(epochs=1) if isinstance(data, Source) and data.epochs != 1 else data

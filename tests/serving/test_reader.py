@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import re
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -326,6 +327,76 @@ def test_a_damaged_checkpoint_is_not_retried(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(SnapshotError):
         Reader(tmp_path)
     assert len(calls) == 1
+
+
+def saved_by_step(path: str, last: int, best: int) -> dict[int, list[bytes]]:
+    """Save a checkpoint in each step, two of three as deltas; return what the rows and the model were in each."""
+    saving, contents = SavedJob(path, last, keep=last, full_every=3), {}
+    for batch in saving.embeddings.stream(saving.source):
+        saving.step(batch)
+        saving.run.save(best=batch.step == best)
+        contents[batch.step] = bits(saving.embeddings, saving.model)
+    return contents
+
+
+def contents_of(reader: Reader) -> list[bytes]:
+    model = torch.nn.Sequential(torch.nn.Linear(11, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
+    reader.load_model(model)
+    return bits(reader, model)
+
+
+@pytest.mark.parametrize("where", ["disk", "memory"])
+def test_any_checkpoint_of_a_run_opens_by_its_name_and_by_its_folder(where: str, tmp_path: Path) -> None:
+    """Deltas too: what they continue is beside them."""
+    path = str(tmp_path / "run") if where == "disk" else f"memory:/{tmp_path}/run"
+    expected = saved_by_step(path, last=5, best=2)
+    opened: list[tuple[int, Any, str | None]] = [(5, path, None), (2, path, "best")]
+    for step in expected:
+        name = f"{step:06}-step-{step}"
+        if where == "memory":
+            name = next(each for each in RunDirectory(path).folder.names() if each.startswith(name))
+        opened += [(step, path, name), (step, f"{path}/{name}", None), (step, f"{path}/{name}/", None)]
+    for step, folder, name in opened:
+        with Reader(folder, name=name) as reader:
+            assert reader.step == step and f"/{step:06}-step-{step}" in str(reader)
+            assert contents_of(reader) == expected[step]
+
+
+def test_a_checkpoint_opens_from_within_and_through_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = saved_by_step(str(tmp_path / "run"), last=2, best=1)[2]
+    (tmp_path / "live").symlink_to("run/000002-step-2")
+    monkeypatch.chdir(tmp_path / "run/000002-step-2")
+    for path in (".", "../000002-step-2", tmp_path / "live"):
+        with Reader(path) as reader:
+            assert contents_of(reader) == expected
+
+
+def test_what_a_checkpoint_lacks_is_named(tmp_path: Path) -> None:
+    saved_by_step(str(tmp_path / "run"), last=2, best=0)
+    first, second = (tmp_path / f"run/00000{step}-step-{step}" for step in (1, 2))
+    with pytest.raises(
+        CheckpointError, match=r"run has no checkpoint that was saved as the best; it has \['000001-step"
+    ):
+        Reader(tmp_path / "run", name="best")
+    with pytest.raises(CheckpointError, match=r"run has no checkpoint 'step-2'; it has .*: name one of these"):
+        Reader(tmp_path / "run", name="step-2")
+    for path, kind in ((second, "one checkpoint"), (first / "tables/0", "the snapshot of a table")):
+        with pytest.raises(ConfigError, match=rf"name is 'best' and .* is {kind}; expected the folder of a run's"):
+            Reader(path, name="best")
+    with pytest.raises(ConfigError, match="name is 'best', and the rows are on servers"):
+        Reader(name="best", servers=["tcp://127.0.0.1:1"])
+    copy = tmp_path / "copied" / second.name
+    shutil.copytree(second, copy)
+    with pytest.raises(CheckpointError, match=rf"needs its parent '{first.name}', which is not in .*: copy it there"):
+        Reader(copy)
+    shutil.copytree(first, copy.with_name(first.name))
+    Reader(copy).close()
+    with pytest.raises(CheckpointError, match=r"was saved as 000002-step-2, .* is called new: rename the folder back"):
+        Reader(copy.rename(copy.with_name("new")))
+    refused = SavedJob(str(second), 2)
+    with pytest.raises(CheckpointError, match=rf"is one checkpoint, .*run', \.\.\.\)\.resume\('{second.name}'\)"):
+        refused.run.resume()
+    assert refused.embeddings.step == 0
 
 
 @pytest.mark.parametrize("opened", ["servers", "folder"])

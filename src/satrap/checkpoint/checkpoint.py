@@ -286,6 +286,11 @@ class Checkpoint:
                         "another folder, and start from its rows with `for ids, rows in satrap.Reader(SNAPSHOT)"
                         ".tables[NAME].rows(): embeddings.tables[NAME].write(ids, rows.values)`"
                     )
+                if (one := RunDirectory.of_checkpoint(self._directory.folder)) is not None:
+                    raise CheckpointError(
+                        f"{self._directory.folder} is one checkpoint, and no folder of a run; expected the folder that "
+                        f"has it: Checkpoint({os.fspath(one[0].folder)!r}, ...).resume({one[1]!r})"
+                    )
                 return False
             newest, error = chain[-1], None
             try:

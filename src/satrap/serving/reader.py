@@ -2,9 +2,9 @@
 row.
 
 A `Reader` opens the servers of a live run, beside its trainers; a checkpoint, by default the newest in a run's folder;
-or the snapshot of a table. Features, batches and streams are those of `Embeddings`. From servers each call reads the current
-rows, even after the run has restarted. From a folder the rows are copied into this process with their optimizer state:
-that takes as much memory as in training.
+or the snapshot of a table. Features, batches and streams are those of `Embeddings`. From servers each call reads the
+current rows, even after the run has restarted. From a folder the rows are copied into this process with their optimizer
+state: that takes as much memory as in training.
 """
 
 import os

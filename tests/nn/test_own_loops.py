@@ -192,12 +192,13 @@ def test_what_is_missing_is_named() -> None:
             with pytest.raises(InputError, match=r"scores have no labels beside them; expected labels=\.\.\."):
                 progress.step(unlabelled, scores=torch.zeros(2))
         loop, pairs = Loop("counts", embeddings), [(torch.zeros(2), torch.zeros(2))]
-        for batches, options, what in (
+        wrong_calls: list[tuple[Any, dict[str, Any], str]] = [
             (pairs, {}, "no score and no label"),
             (pairs, {"score": loop.score}, "no label"),
             ([inputs], {"score": loop.score}, "no label"),
             (DATA.batches(NAMES), {}, "no score"),
-        ):
+        ]
+        for batches, options, what in wrong_calls:
             with pytest.raises(InputError, match=rf"evaluate: a batch is .*, and there is {what}; expected batches of"):
                 evaluate(loop.model, batches, **options)
         with pytest.raises(InputError, match=r"group is 'user' and a batch is a list.* a function of the batch"):

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 import pytest
 import torch
+from pyarrow import parquet
 
 from bag_oracle import draw_bags
 from checkpoint_job import Job as SavedJob
@@ -24,15 +26,19 @@ from cluster import features, running_servers, server_processes
 from contents import IDS, bits
 from loop import NUM_IDS, batches, job, tables, train, train_step
 from satrap import (
+    CSV,
     AttemptError,
     Checkpoint,
     CheckpointError,
     ConfigError,
     DeadlineError,
+    DenseColumn,
     Deployment,
     Embeddings,
     InputError,
+    IterableSource,
     NotReadyError,
+    Parquet,
     Reader,
     SatrapError,
     SnapshotError,
@@ -154,6 +160,44 @@ def test_a_snapshot_of_one_table(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="is the snapshot of a table; expected the folder of a run"):
             reader.load_model(torch.nn.Linear(1, 1))
         assert not reader.lookup("t", EVERY[10:]).any() and len(reader.tables["t"]) == 10
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_a_request_is_scored_as_a_row_of_the_training_data(suffix: str, tmp_path: Path) -> None:
+    """With the source's own columns: strings are hashed, numbers transformed, missing ones replaced. A text file has
+    strings only, so that its requests have, too."""
+    rows: list[dict[str, Any]] = [
+        {"user": 7 + n, "tag": ("a", "b", None)[n], "price": (9.5, None, 2.0)[n]} for n in range(3)
+    ]
+    path = tmp_path / f"rows.{suffix}"
+    if suffix == "csv":
+        rows = [{name: None if value is None else str(value) for name, value in row.items()} for row in rows]
+        lines = [rows[0].keys(), *([value or "" for value in row.values()] for row in rows)]
+        path.write_text("".join(f"{','.join(line)}\n" for line in lines))
+    else:
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    columns: dict[str, Any] = {
+        "dense": [DenseColumn("price", log1p=True, missing=-1.0)],
+        "ids": {"word": "tag"},
+        "missing_id": 3,
+    }
+    source = {"csv": CSV, "parquet": Parquet}[suffix](path, **columns)
+    of = {"user": Table("user", dim=4), "word": Table("word", dim=2)}
+    with Embeddings(of, num_threads=1) as embeddings:
+        optimizer = embeddings.optimizer()
+        for batch in embeddings.stream(source):
+            batch.embeddings.sum().backward()
+            optimizer.step()
+        Checkpoint(tmp_path / "run", torch.nn.Linear(1, 1), optimizer, embeddings).save()
+    with Reader(tmp_path / "run", of) as reader:
+        (expected,) = reader.stream(source)
+        for number, row in enumerate(rows):
+            (batch,) = reader.stream(IterableSource([row], samples=True, batch_size=1, **columns))
+            assert torch.equal(batch.dense, expected.dense[[number]])
+            assert torch.equal(batch.embeddings, expected.embeddings[[number]])
+            assert [batch.ids(name).tolist() for name in of] == [expected.ids(name)[[number]].tolist() for name in of]
+        assert expected.dense[:, 0].tolist() == pytest.approx([np.log(10.5), -1.0, np.log(3.0)])
+        assert len(reader.tables["word"]) == 3
 
 
 def train_until(embeddings: Embeddings, model: Any, optimizer: Any, data: Any, last: int) -> None:
@@ -356,8 +400,8 @@ def test_any_checkpoint_of_a_run_opens_by_its_name_and_by_its_folder(where: str,
         if where == "memory":
             name = next(each for each in RunDirectory(path).folder.names() if each.startswith(name))
         opened += [(step, path, name), (step, f"{path}/{name}", None), (step, f"{path}/{name}/", None)]
-    for step, folder, name in opened:
-        with Reader(folder, name=name) as reader:
+    for step, folder, named in opened:
+        with Reader(folder, name=named) as reader:
             assert reader.step == step and f"/{step:06}-step-{step}" in str(reader)
             assert contents_of(reader) == expected[step]
 

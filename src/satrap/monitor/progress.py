@@ -132,8 +132,7 @@ class Progress:
         """Record a batch after its step. loss: a tensor or number; scores: the logits; labels: the batch's own if None.
         All are read at the next report.
 
-        batch: that of a stream, or `Inputs`; of a loader of your own, its number of samples. Then the step is that of
-            the embeddings.
+        batch: that of a stream; or else `Inputs`, or the number of samples, and the step is that of the embeddings.
         """
         if self._closed:
             raise InputError("Progress.step: this Progress is closed; create a new one")
@@ -146,9 +145,8 @@ class Progress:
                 require_column(name, getattr(values, "shape", ()))
         if not num_samples:  # a batch that only keeps this trainer in step with others
             loss = labels = scores = None
-        step = getattr(batch, "step", None)
-        if step is None:
-            step = getattr(self._embeddings, "step", self._meter.last_step + 1)
+        own_step = getattr(self._embeddings, "step", self._meter.last_step + 1)
+        step = getattr(batch, "step", own_step)
         self._meter.step(step, num_samples, loss, labels, scores)
         now = self._clock()
         if self._record is not None:
@@ -262,7 +260,7 @@ def _num_samples(batch: Any) -> int:
     if hasattr(batch, "step"):
         return len(batch)
     number = getattr(batch, "batch_size", batch)
-    if isinstance(number, Integral) and not isinstance(number, bool) and number >= 0:
+    if isinstance(number, Integral) and not isinstance(number, bool) and int(number) >= 0:
         return int(number)
     raise InputError(
         f"Progress.step: batch is a {type(batch).__name__}; expected that of a stream, as in step(batch, loss=loss), "

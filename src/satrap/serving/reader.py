@@ -113,8 +113,7 @@ class Reader:
             rows are on servers.
 
         features: all or some of the features of the model's `Embeddings`. None: only lookups by table and id.
-        name: which checkpoint in the folder of a run, as in `Checkpoint.resume`: "best" for the one that was last saved
-            as the best, or the name of its folder; None: the newest.
+        name: the checkpoint in a run's folder, as in `Checkpoint.resume`: "best" or its name; None: the newest.
         servers: "tcp://host:port" of one or more servers of the run, which name the others. The default under `satrap
             run` is the run's servers.
         keys: path of the client.key file that `satrap keys` wrote; not needed for servers on this machine.
@@ -186,7 +185,7 @@ class Reader:
 
     def __call__(self, inputs: Inputs | Mapping[str, Any]) -> Batch:
         """Look up one batch, on the CPU: `model(batch.dense, batch.embeddings)`. `inputs` are those of calling
-        `Embeddings`."""
+        `Embeddings`: without dense features, unless they are `Inputs` that have them; `stream` reads columns."""
         worker = self._feature_worker()
         look_up = BatchLookup(worker, torch.device("cpu"), train=False, overlap=False)
         batch = look_up.new(as_inputs(worker.features, inputs))

@@ -36,9 +36,9 @@ def evaluate(
     The model's train() or eval() mode is left unchanged. The stream must have been started after `embeddings.eval()`.
     A model in DistributedDataParallel is called without it, so trainers may evaluate different numbers of batches.
 
-    stream: batches of a stream; with `score` and `label` those of any loader, for a model whose modules look rows up.
+    stream: a stream; with `score` and `label` any loader, for a model whose modules look rows up.
     score, label: functions that return a batch's scores and labels, one per sample, for models with other inputs or
-        several heads. `Inputs` have labels.
+        several heads.
     group: the column whose equal values form a ranked list, such as "user_id": an extra column of the source, or a
         feature with one id in each sample. Or a function that returns a batch's values.
     metrics: metrics of your own by name: functions as in scikit-learn, `function(labels, predictions)` over arrays of

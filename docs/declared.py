@@ -22,6 +22,7 @@ SHOWN_TYPES = {
     "Listed": "Store",
     "Metric": "Callable[..., Any]",
     "Part": "tuple[NDArray[np.uint64], NDArray[np.float32]]",
+    "ReadBatch": "Inputs",
     "Rows": "Store | ShardedTable",
     "SavesBest": "Checkpoint",
     "Sink": "Screen | JsonLines | TensorBoard",

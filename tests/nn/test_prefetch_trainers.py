@@ -14,6 +14,7 @@ from torch import Tensor
 
 import prefetch_child
 from module_jobs import NUM_IDS, Scores, batch, embeddings_of, loss_of, minimize, start_rows, tables
+from satrap import evaluate
 from trainers import Trainers
 
 PLACES: dict[str, dict[str, Any]] = {
@@ -35,8 +36,9 @@ def run(trainers: Trainers, folder: Path, where: str, *, num_servers: int = 0, *
     return trainers.run_on_servers(place.pop("num_servers", num_servers), 2, folder, **place)
 
 
-def joined(lengths: list[int]) -> tuple[list[float], dict[str, Tensor]]:
-    """Return the losses and rows of one trainer, whose loss is the mean over those that have a batch."""
+def joined(lengths: list[int]) -> tuple[list[float], dict[str, Tensor], dict[str, float]]:
+    """Return the losses, the rows and the last evaluation of one trainer, whose loss is the mean over those that have a
+    batch."""
     with embeddings_of(*tables()) as embeddings:
         torch.manual_seed(0)
         model = Scores.over(embeddings)
@@ -48,7 +50,8 @@ def joined(lengths: list[int]) -> tuple[list[float], dict[str, Tensor]]:
             return torch.stack(parts).mean()
 
         losses = minimize([optimizer], loss, max(lengths), first=1)
-        return losses, {name: start_rows(embeddings, name, NUM_IDS) for name in embeddings.tables}
+        found = evaluate(model, prefetch_child.VALID, score=lambda ids: model(*ids), label=prefetch_child.clicked)
+        return losses, {name: start_rows(embeddings, name, NUM_IDS) for name in embeddings.tables}, found.values()
 
 
 @pytest.mark.parametrize("where", PLACES)
@@ -57,7 +60,7 @@ def test_trainers_equal_one_on_their_joined_batches(
     trainers: Trainers, where: str, lengths: list[int], tmp_path: Path
 ) -> None:
     found = run(trainers, tmp_path, where, lengths=lengths)
-    losses, rows = joined(lengths)
+    losses, rows, _ = joined(lengths)
     for rank, each in enumerate(found):
         assert not each["error"] and each["step"] == max(lengths)
         own = list(range(1, lengths[rank] + 1))
@@ -83,6 +86,21 @@ def test_with_staleness_and_accumulation_all_end_together(trainers: Trainers, wh
     for each in found:
         assert not each["error"] and each["step"] == 6 and [len(part) for part in each["passes"]] == [6, 6]
     assert found[0]["rows"] == found[1]["rows"]
+
+
+@pytest.mark.parametrize(
+    ("where", "prefetched"), [*((where, True) for where in PLACES), ("shared", False), ("servers", False)]
+)
+def test_trainer_0_validates_for_all_on_a_list_of_batches(
+    trainers: Trainers, where: str, prefetched: bool, tmp_path: Path
+) -> None:
+    """Training is not changed by it."""
+    job: dict[str, Any] = {"lengths": [4, 4], "prefetched": prefetched}
+    plain = run(trainers, tmp_path, where, **job)
+    found = run(trainers, tmp_path, where, validated=True, **job)
+    assert not any(each["error"] for each in found)
+    assert [(each["losses"], each["rows"]) for each in found] == [(each["losses"], each["rows"]) for each in plain]
+    assert found[0]["metrics"] == found[1]["metrics"] == pytest.approx(joined([4, 4])[2], abs=1e-6)
 
 
 @pytest.mark.parametrize("where", PLACES)

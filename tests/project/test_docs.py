@@ -210,7 +210,11 @@ SETUP: dict[str, Callable[[], Any]] = {
 
 
 def after_training(namespace: dict[str, Any]) -> None:
-    assert torch.export.load("model.pt2").module()(torch.zeros(7, 2), torch.zeros(7, 24)).shape == (7,)
+    given = torch.ones(7, 2), torch.ones(7, 24), torch.ones(7, 2, 8)
+    assert torch.export.load("model.pt2").module()(*given[:2]).shape == (7,)
+    ranker = namespace["ranker"]
+    torch.testing.assert_close(namespace["program"].module()(*given), ranker.score(*given))
+    assert ranker.base is not namespace["model"] and (ranker.score(*given) != ranker.base(*given[:2])).all()
 
 
 def after_checkpoints(namespace: dict[str, Any]) -> None:

@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from bag_oracle import draw_bags
-from checkpoint_job import Job as SavedJob
 from child_processes import silent_server
 from cluster import features, running_servers, server_processes
 from contents import IDS, bits
@@ -34,17 +33,14 @@ from satrap import (
     NotReadyError,
     Reader,
     SatrapError,
-    SnapshotError,
     Store,
     StreamError,
     Table,
 )
-from satrap.checkpoint.run_directory import RunDirectory
 from satrap.config.features import Features
 from satrap.config.job import Job
 from satrap.server.lease import LEASE_SECONDS, Leases
 from satrap.server.migration.coordinator import Migration
-from satrap.table.table_group import TableGroup
 from satrap.worker.reader_servers import ReaderServers
 from satrap.worker.server_group import ServerGroup
 from waiting import DEADLINE_SECONDS
@@ -103,27 +99,6 @@ def test_it_reads_all_rows_and_changes_nothing(num_servers: int, opened: str, tm
                 name: each["rows"] for name, each in before.items()
             }
         assert {name: table.stats() for name, table in embeddings.tables.items()} == before
-
-
-def test_dense_parameters_of_a_checkpoint(tmp_path: Path) -> None:
-    trained_job = SavedJob(str(tmp_path / "run"), 3)
-    trained_job.train()
-    expected = trained_job.model.state_dict()
-    torch.manual_seed(5)
-    first = torch.nn.Linear(11, 8)
-    model = torch.nn.Sequential(first, torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
-    assert not torch.equal(first.weight, expected["0.weight"])
-    for path in (str(tmp_path / "run"), f"local://{tmp_path}/run"):
-        with Reader(path) as reader:
-            before = {name: value.clone() for name, value in model.state_dict().items()}
-            with pytest.raises(CheckpointError, match=r"is of another model: .*build the same model"):
-                reader.load_model(torch.nn.Linear(11, 8))
-            assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-            reader.load_model(model)
-            assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
-            torch.nn.init.zeros_(first.weight)
-    with pytest.raises(StreamError, match="is closed"):
-        reader.load_model(model)
 
 
 def test_a_subset_of_the_features(tmp_path: Path) -> None:
@@ -284,48 +259,6 @@ def test_one_of_several_servers_may_not_reply() -> None:
         assert (reading.addresses, reading.newest_step) == ((known,), 2)
         with pytest.raises(DeadlineError, match=f"{first}: .*; {empty} has no job yet; .*{second}: "):
             ReaderServers([first, empty, second], deadline=1.5)
-
-
-@pytest.mark.parametrize("at", ["found", "read"])
-@pytest.mark.parametrize("where", ["disk", "memory"])
-def test_it_reads_the_newest_checkpoint_if_the_run_removes_an_older_one(
-    at: str, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is removed while it is found, or its files are read."""
-    path = str(tmp_path) if where == "disk" else f"memory:/{tmp_path}"
-    saved = SavedJob(path, 2, keep=1)
-    saved.train()
-    of, name, times = (RunDirectory, "_entry", 3) if at == "found" else (TableGroup, "restore", 3)
-    work, calls = getattr(of, name), []
-
-    def removed_before(*given: Any, **options: Any) -> Any:
-        calls.append(name)
-        if len(calls) < times:
-            assert saved.run.save()
-        return work(*given, **options)
-
-    monkeypatch.setattr(of, name, removed_before)
-    with Reader(path) as reader:
-        assert len(calls) == times
-        assert "000004-step-2" in str(reader)
-        np.testing.assert_array_equal(
-            reader.lookup("user", EVERY), saved.embeddings.tables["user"].lookup(EVERY, train=False)
-        )
-
-
-def test_a_damaged_checkpoint_is_not_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    SavedJob(str(tmp_path), 1).train()
-    (tmp_path / "000001-step-1/tables/0/manifest.json").write_text("{")
-    read, calls = RunDirectory._entry, []
-
-    def counted(*given: Any) -> Any:
-        calls.append(given)
-        return read(*given)
-
-    monkeypatch.setattr(RunDirectory, "_entry", counted)
-    with pytest.raises(SnapshotError):
-        Reader(tmp_path)
-    assert len(calls) == 1
 
 
 @pytest.mark.parametrize("opened", ["servers", "folder"])

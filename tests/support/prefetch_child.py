@@ -16,9 +16,15 @@ import torch.distributed as dist
 from ledger_invariants import run_jobs
 from logged import Records
 from module_jobs import NUM_IDS, Scores, batch, loss_of, start_rows, tables
-from satrap import Checkpoint, Deployment, Embeddings
+from satrap import Checkpoint, Deployment, Embeddings, Validation
 from satrap.errors import SatrapError
 from trainer_child import join
+
+VALID = [batch(step) for step in (90, 91)]
+
+
+def clicked(ids: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    return ids[0] % 2
 
 
 class Parts:
@@ -68,7 +74,8 @@ def train_prefetched(rank: int, world_size: int, job: dict[str, Any], found: dic
     where: dict[str, Any] = {"device": job.get("device"), "staleness": job["staleness"]}
     where |= {"deployment": Deployment(job["servers"], workers=job["workers"])} if job["servers"] else {}
     with Embeddings(declared, num_threads=1, **where) as embeddings:
-        model = embeddings.parallel(Scores.over(embeddings))
+        model = embeddings.parallel(scores := Scores.over(embeddings))
+        validation = Validation(model, embeddings, VALID, score=lambda ids: scores(*ids), label=clicked)
         optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         loader = Parts(*((0, 1) if job.get("undivided") else (rank, world_size)), job["lengths"][rank])
         ids = (lambda item: {"user": named(item)["user"]}) if job.get("few") else named
@@ -90,6 +97,8 @@ def train_prefetched(rank: int, world_size: int, job: dict[str, Any], found: dic
                 if number % accumulate == 0:
                     optimizer.step()
                 found["losses"].append(loss.item())
+                if job.get("validated") and not validation.step(every_steps=2):
+                    assert model.training
                 if run is not None and embeddings.step == job["until"]:
                     run.save()
                     if job.get("stops"):
@@ -97,7 +106,7 @@ def train_prefetched(rank: int, world_size: int, job: dict[str, Any], found: dic
         embeddings.drain()
         dist.barrier()
         found["rows"] = {name: start_rows(embeddings, name, NUM_IDS).tolist() for name in embeddings.tables}
-        found["step"] = embeddings.step
+        found["step"], found["metrics"] = embeddings.step, dict(validation.metrics)
         dist.barrier()
 
 

@@ -275,12 +275,7 @@ class Checkpoint:
                         f"some trainers find a checkpoint and others none; this one finds {latest}: use a folder that "
                         "all machines share"
                     )
-                if holds_snapshot(self._directory.folder):
-                    raise CheckpointError(
-                        f"{self._directory.folder} is the snapshot of a table, and no folder of checkpoints: name "
-                        "another folder, and start from its rows with `for ids, rows in satrap.Reader(SNAPSHOT)"
-                        ".tables[NAME].rows(): embeddings.tables[NAME].write(ids, rows.values)`"
-                    )
+                self._require_run_folder()
                 return False
             newest, error = chain[-1], None
             try:
@@ -308,6 +303,21 @@ class Checkpoint:
             resumed = event("resumed", checkpoint=newest.where, resumed_step=newest.step)
             _LOG.info("%s%s step %s, from %s", launch, verb, f"{newest.step:,}", newest.where, extra=resumed)
         return True
+
+    def _require_run_folder(self) -> None:
+        """Raise CheckpointError if the folder is a snapshot, or one checkpoint, which a resume cannot find."""
+        folder = self._directory.folder
+        if holds_snapshot(folder):
+            raise CheckpointError(
+                f"{folder} is the snapshot of a table, and no folder of checkpoints: name "
+                "another folder, and start from its rows with `for ids, rows in satrap.Reader(SNAPSHOT)"
+                ".tables[NAME].rows(): embeddings.tables[NAME].write(ids, rows.values)`"
+            )
+        if (one := RunDirectory.of_checkpoint(folder)) is not None:
+            raise CheckpointError(
+                f"{folder} is one checkpoint, and no folder of a run; expected the folder that "
+                f"has it: Checkpoint({os.fspath(one[0].folder)!r}, ...).resume({one[1]!r})"
+            )
 
     def _checked_state(self, entry: CheckpointManifest) -> Any:
         """Return the state of a checkpoint; raise CheckpointError if it is of another job."""

@@ -24,7 +24,7 @@ from satrap.config.validation import LAST_STEP
 from satrap.data.inputs import Position
 from satrap.errors import CheckpointError, SatrapError
 from satrap.storage.folder import Folder
-from satrap.storage.open_folder import require_usable
+from satrap.storage.open_folder import open_folder, require_usable
 from satrap.table.snapshot.saved_table import SavedTable
 
 MANIFEST, STATE, TABLES = "checkpoint.json", "state.safetensors", "tables"
@@ -206,6 +206,19 @@ class RunDirectory:
         self._known_best: set[str] = set()  # versions that were the best of the run when they were saved
         self._warned_about: set[str] = set()
 
+    @classmethod
+    def of_checkpoint(cls, folder: Folder) -> "tuple[RunDirectory, str] | None":
+        """Return the folder of the run that has this folder as a checkpoint, and the checkpoint's name; None if the
+        folder is no checkpoint. A link to one is followed, since its parents are beside it."""
+        with cls(folder)._read_errors():
+            try:
+                data = folder.read(MANIFEST, MAX_JSON_BYTES)
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+            folder = open_folder(os.path.realpath(folder)) if folder.is_local else folder
+        CheckpointManifest.parse(data, folder).require_name(folder.name)
+        return cls(os.fspath(folder).rpartition("/")[0] or "/"), folder.name
+
     @property
     def name(self) -> str:
         """The last part of its path, which is the same on all machines."""
@@ -360,7 +373,7 @@ class RunDirectory:
         folder, data = self.folder / name, self._read(name)
         if data is None:
             missing = f"{child.where} needs its parent {name!r}" if child else f"{folder} was just removed"
-            raise CheckpointError(f"{missing}, which is not in {self.folder}")
+            raise CheckpointError(f"{missing}, which is not in {self.folder}{': copy it there' if child else ''}")
         entry = CheckpointManifest.parse(data, folder)
         entry.require_name(name)
         if child is not None:

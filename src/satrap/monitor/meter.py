@@ -44,6 +44,11 @@ class Meter:
         self._logged: dict[str, tuple[float, int]] = {}  # sum and count
 
     @property
+    def last_step(self) -> int:
+        """The last step; 0 before the first."""
+        return self._step
+
+    @property
     def num_samples(self) -> int:
         """Number of samples so far."""
         return self._samples

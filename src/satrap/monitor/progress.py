@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from numbers import Integral
 from typing import Any, Protocol, Self, runtime_checkable
 
 from satrap.config.validation import kind_of, known_arguments
@@ -54,6 +55,18 @@ class SteppedBatch(Protocol):
     @property
     def label(self) -> Any:
         """Label of each sample."""
+
+
+class ReadBatch(Protocol):
+    """A batch as a source has read it: `Inputs`."""
+
+    @property
+    def batch_size(self) -> int:
+        """The number of samples."""
+
+    @property
+    def label(self) -> Any:
+        """Label of each sample; None: there is none."""
 
 
 class Progress:
@@ -122,29 +135,34 @@ class Progress:
             )
         observe_transfers(self._on_transfer)
 
-    def step(self, batch: SteppedBatch, *, loss: Any = None, scores: Any = None, labels: Any = None) -> None:
+    def step(
+        self, batch: SteppedBatch | ReadBatch | int, *, loss: Any = None, scores: Any = None, labels: Any = None
+    ) -> None:
         """Record a batch after its step. loss: a tensor or number; scores: the logits; labels: the batch's own if None.
-        All are read at the next report."""
+        All are read at the next report.
+
+        batch: that of a stream; or else `Inputs`, or the number of samples, and the step is that of the embeddings.
+        """
         if self._closed:
             raise InputError("Progress.step: this Progress is closed; create a new one")
-        if not hasattr(batch, "step"):
-            kind = type(batch).__name__
-            raise InputError(
-                f"Progress.step: batch is a {kind}; expected that of a stream, as in step(batch, loss=loss)"
-            )
+        num_samples = _num_samples(batch)
         if (shape := getattr(loss, "shape", ())) and math.prod(shape) != 1:
             raise InputError(f"Progress.step: loss has the shape {list(shape)}; expected one number: loss.mean()")
         if scores is not None:
-            labels = batch.label if labels is None else labels
+            labels = getattr(batch, "label", None) if labels is None else labels
+            if labels is None:
+                raise InputError("Progress.step: scores have no labels beside them; expected labels=..., one per score")
             for name, values in (("labels", labels), ("scores", scores)):  # raises at the user's line
                 require_column(name, getattr(values, "shape", ()))
-        if not len(batch):  # a batch that only keeps this trainer in step with others
+        if not num_samples:  # a batch that only keeps this trainer in step with others
             loss = labels = scores = None
-        self._meter.step(batch.step, len(batch), loss, labels, scores)
+        own_step = getattr(self._embeddings, "step", self._meter.last_step + 1)
+        step = getattr(batch, "step", own_step)
+        self._meter.step(step, num_samples, loss, labels, scores)
         now = self._clock()
         if self._record is not None:
-            position = getattr(getattr(batch, "inputs", None), "position", None)
-            self._record.step(now, batch.step, len(batch), loss, labels, scores, getattr(position, "epoch", None))
+            position = getattr(getattr(batch, "inputs", batch), "position", None)
+            self._record.step(now, step, num_samples, loss, labels, scores, getattr(position, "epoch", None))
         if now >= self._due:
             self._report(now)
 
@@ -250,3 +268,16 @@ class Progress:
 
 def _is_sink(given: object) -> bool:
     return not isinstance(given, type) and hasattr(given, "write") and hasattr(given, "close")
+
+
+def _num_samples(batch: Any) -> int:
+    """Return the number of samples of what `Progress.step` received."""
+    if hasattr(batch, "step"):
+        return len(batch)
+    number = getattr(batch, "batch_size", batch)
+    if isinstance(number, Integral) and not isinstance(number, bool) and int(number) >= 0:
+        return int(number)
+    raise InputError(
+        f"Progress.step: batch is a {type(batch).__name__}; expected that of a stream, as in step(batch, loss=loss), "
+        "or for a loader of your own its number of samples, as in step(len(label), loss=loss)"
+    )

@@ -1,10 +1,10 @@
 """Read access to rows that another process trains or has trained, for inspection and evaluation; nothing here changes a
 row.
 
-A `Reader` opens the servers of a live run, beside its trainers; the newest checkpoint in a run's folder; or the
-snapshot of a table. Features, batches and streams are those of `Embeddings`. From servers each call reads the current
-rows, even after the run has restarted. From a folder the rows are copied into this process with their optimizer state:
-that takes as much memory as in training.
+A `Reader` opens the servers of a live run, beside its trainers; a checkpoint, by default the newest in a run's folder;
+or the snapshot of a table. Features, batches and streams are those of `Embeddings`. From servers each call reads the
+current rows, even after the run has restarted. From a folder the rows are copied into this process with their optimizer
+state: that takes as much memory as in training.
 """
 
 import os
@@ -96,8 +96,8 @@ class ReaderTable:
 
 
 class Reader:
-    """Read-only access to the rows of a live run, of a run's newest checkpoint, or of a table's snapshot. A context
-    manager; thread-safe."""
+    """Read-only access to the rows of a live run, of a checkpoint, or of a table's snapshot. A context manager;
+    thread-safe."""
 
     @known_arguments()
     def __init__(
@@ -105,14 +105,16 @@ class Reader:
         path: str | os.PathLike[str] | None = None,
         features: Mapping[str, Feature | Table] | None = None,
         *,
+        name: str | None = None,
         servers: list[str] | tuple[str, ...] | None = None,
         keys: str | os.PathLike[str] | None = None,
         num_threads: int | None = None,
     ) -> None:
-        """path: the folder of a run, whose newest checkpoint is opened, or of a table's snapshot, on a disk or a URL.
-            None: the rows are on servers.
+        """path: the folder of a run, of one of its checkpoints, or of a table's snapshot, on a disk or a URL. None: the
+            rows are on servers.
 
         features: all or some of the features of the model's `Embeddings`. None: only lookups by table and id.
+        name: the checkpoint in a run's folder, as in `Checkpoint.resume`: "best" or its name; None: the newest.
         servers: "tcp://host:port" of one or more servers of the run, which name the others. The default under `satrap
             run` is the run's servers.
         keys: path of the client.key file that `satrap keys` wrote; not needed for servers on this machine.
@@ -125,10 +127,15 @@ class Reader:
             raise ConfigError("Reader: pass either the path of a folder or servers=[...] of a live run")
         if path is not None and keys is not None:
             raise ConfigError("Reader: keys are for servers, but the rows are in a folder: leave keys out")
+        if path is None and name is not None:
+            raise ConfigError(
+                f"Reader: name is {name!r}, and the rows are on servers, which have the current ones only: leave name "
+                "out, or pass the path of the run's checkpoints"
+            )
         self._closed = False
         self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
         self._rows: _OnServers | _InFolder = (
-            _OnServers(servers, keys, num_threads) if path is None else _InFolder(path, num_threads)
+            _OnServers(servers, keys, num_threads) if path is None else _InFolder(path, name, num_threads)
         )
         tables = {name: ReaderTable(table) for name, table in self._rows.tables.items()}
         self.tables: Mapping[str, ReaderTable] = ByName("table", tables)
@@ -179,7 +186,7 @@ class Reader:
 
     def __call__(self, inputs: Inputs | Mapping[str, Any]) -> Batch:
         """Look up one batch, on the CPU: `model(batch.dense, batch.embeddings)`. `inputs` are those of calling
-        `Embeddings`."""
+        `Embeddings`: without dense features, unless they are `Inputs` that have them; `stream` reads columns."""
         worker = self._feature_worker()
         look_up = BatchLookup(worker, torch.device("cpu"), train=False, overlap=False)
         batch = look_up.new(as_inputs(worker.features, inputs))
@@ -258,23 +265,32 @@ class _OnServers:
 class _InFolder:
     """A copy of the rows in a folder."""
 
-    def __init__(self, path: str | os.PathLike[str], num_threads: int | None) -> None:
+    def __init__(self, path: str | os.PathLike[str], name: str | None, num_threads: int | None) -> None:
         folder = open_folder(path, "Reader: path")
         self.where, self._num_threads = os.fspath(folder), num_threads
         self._model: Mapping[str, Any] | None = None  # the model's state_dict
-        if holds_snapshot(folder):
+        is_snapshot = holds_snapshot(folder)
+        one = None if is_snapshot else RunDirectory.of_checkpoint(folder)
+        if name is not None and (is_snapshot or one is not None):
+            kind = "the snapshot of a table" if is_snapshot else "one checkpoint"
+            raise ConfigError(
+                f"Reader: name is {name!r} and {self.where} is {kind}; expected the folder of a run's checkpoints: "
+                "pass that, or leave name out"
+            )
+        if is_snapshot:
             self._fill({"": [folder]})
         else:
-            self._take_newest(folder)
+            self._take(*(one or (RunDirectory(folder), name)))
 
-    def _take_newest(self, folder: Folder) -> None:
+    def _take(self, directory: RunDirectory, name: str | None) -> None:
+        """Copy a checkpoint of a run: the named one, or the newest."""
+        folder = directory.folder
         if folder.is_local and not os.path.isdir(folder):
             raise CheckpointError(f"there is no folder {self.where!r}; expected a run's checkpoints or a snapshot")
-        directory = RunDirectory(folder)
         for attempts_left in range(_MAX_READS, 0, -1):
-            name = directory.newest_name()
+            newest = directory.newest_name()
             try:
-                with directory.chain_of() as chain:
+                with directory.chain_of(name) as chain:
                     if not chain:
                         raise CheckpointError(
                             f"{folder} contains neither a checkpoint nor a snapshot of a table; expected one"
@@ -287,7 +303,7 @@ class _InFolder:
                     return
             except (SatrapError, OSError):
                 # A newer save may have removed this checkpoint: then retry.
-                if attempts_left == 1 or directory.newest_name() == name:
+                if attempts_left == 1 or directory.newest_name() == newest:
                     raise
 
     def _fill(self, folders: Mapping[str, list[Folder]]) -> None:

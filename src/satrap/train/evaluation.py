@@ -1,4 +1,4 @@
-"""Evaluation of a model over one pass of a stream, without gradients and without changing any table."""
+"""Evaluation of a model over one pass of a stream or a loader, without gradients and without changing any table."""
 
 import copy
 import inspect
@@ -10,23 +10,25 @@ import torch
 from numpy.typing import NDArray
 
 from satrap.config.validation import kind_of, known_arguments, suggest
+from satrap.data.inputs import Inputs
 from satrap.data.source import Source
 from satrap.errors import ConfigError, InputError
 from satrap.monitor.metrics import Evaluation, probabilities
 from satrap.train.batch import Batch
+from satrap.train.prefetched_batches import PrefetchedBatches
 from satrap.train.process_group import unwrap
 
 Metric = Any  # a function, or an object with update() and compute()
-Group = str | Callable[[Batch], Any]
+Group = str | Callable[[Any], Any]
 
 
 @known_arguments()
 def evaluate(
     model: torch.nn.Module,
-    stream: Iterable[Batch],
+    stream: Iterable[Any],
     *,
-    score: Callable[[Batch], torch.Tensor] | None = None,
-    label: Callable[[Batch], torch.Tensor] | None = None,
+    score: Callable[[Any], torch.Tensor] | None = None,
+    label: Callable[[Any], torch.Tensor] | None = None,
     group: Group | None = None,
     metrics: Mapping[str, Metric] | None = None,
 ) -> Evaluation:
@@ -35,6 +37,7 @@ def evaluate(
     The model's train() or eval() mode is left unchanged. The stream must have been started after `embeddings.eval()`.
     A model in DistributedDataParallel is called without it, so trainers may evaluate different numbers of batches.
 
+    stream: a stream; with `score` and `label` any loader, for a model whose modules look rows up.
     score, label: functions that return a batch's scores and labels, one per sample, for models with other inputs or
         several heads.
     group: the column whose equal values form a ranked list, such as "user_id": an extra column of the source, or a
@@ -57,19 +60,22 @@ def evaluate(
     result = Evaluation(exact_samples=None) if own or group is not None else Evaluation()
     model = unwrap(model)
     with torch.no_grad():
-        for batch in stream:
-            if batch.step:
+        for batch in stream.loader if isinstance(stream, PrefetchedBatches) else stream:
+            if not isinstance(batch, Batch):
+                _require_functions(batch, score, label)
+            elif batch.step:
                 raise InputError("the stream trains its tables: call embeddings.eval() before embeddings.stream(...)")
             scores = _scores(model, batch) if score is None else score(batch)
-            truth = batch.label if label is None else label(batch)
+            truth: Any = batch.label if label is None else label(batch)
             _require_tensors(model, scores, truth, has_score=score is not None)
-            if label is None and truth.dim() == 2 and truth.shape[1] > 1:
+            if label is None and truth.ndim == 2 and truth.shape[1] > 1:
                 raise InputError(
                     f"evaluate: the batches have {truth.shape[1]} labels; expected one: choose it and its scores by "
                     "label=lambda batch: batch.label[:, 0] and score=..."
                 )
             groups = None if group is None else _groups(batch, group)
-            result.add(truth.cpu().numpy(), scores.float().cpu().numpy(), groups)
+            truth = truth.cpu().numpy() if isinstance(truth, torch.Tensor) else truth
+            result.add(truth, scores.float().cpu().numpy(), groups)
     result.add_metrics(_compute(own, result, has_groups=group is not None))
     return result
 
@@ -82,8 +88,19 @@ def _require_tensors(model: torch.nn.Module, scores: object, truth: object, *, h
             f"evaluate: {source} returned {kind_of(scores)}; expected a tensor with the score of each sample: give "
             "score=..., a function of a batch; of two vectors, such as TwoTower's, a score is the dot product"
         )
-    if not isinstance(truth, torch.Tensor):
+    if not isinstance(truth, torch.Tensor | np.ndarray):
         raise InputError(f"evaluate: label returned {kind_of(truth)}; expected a tensor with the label of each sample")
+
+
+def _require_functions(batch: Any, score: object, label: object) -> None:
+    """Raise InputError if a batch that is no stream's needs a function that is missing."""
+    has_label = isinstance(batch, Inputs) and batch.label is not None
+    if missing := [name for name, given in (("score", score), ("label", label or has_label)) if not given]:
+        raise InputError(
+            f"evaluate: a batch is {kind_of(batch)}, and there is no {' and no '.join(missing)}; expected batches of "
+            f"embeddings.stream(data, train=False), or {' and '.join(f'{name}=...' for name in missing)}: "
+            "functions of such a batch"
+        )
 
 
 def _scores(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
@@ -124,11 +141,16 @@ def _is_object(metric: Metric) -> bool:
     return callable(getattr(metric, "update", None)) and callable(getattr(metric, "compute", None))
 
 
-def _groups(batch: Batch, group: Group) -> NDArray[Any]:
+def _groups(batch: Any, group: Group) -> NDArray[Any]:
     """Return the value of each sample that says to which list it belongs."""
     if not isinstance(group, str):
         return np.asarray(group(batch))
-    inputs = batch.inputs
+    inputs = getattr(batch, "inputs", batch)
+    if not isinstance(inputs, Inputs):
+        raise InputError(
+            f"evaluate: group is {group!r} and a batch is {kind_of(batch)}, which has no columns; expected a function "
+            "of the batch: group=lambda batch: ..."
+        )
     if group in inputs.extra:
         return np.asarray(inputs.extra[group])
     if group in inputs.names and len(inputs.values):

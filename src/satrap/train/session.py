@@ -221,6 +221,11 @@ class TrainingSession:
         """Note the id that stands for none in a module over the table."""
         self._paddings.setdefault(table, set()).add(padding)
 
+    @property
+    def has_modules(self) -> bool:
+        """Whether modules look rows up inside a model."""
+        return bool(self._paddings)
+
     def paddings(self) -> dict[str, int | None]:
         """Return for each table the id that stands for none in all modules over it; None if there is no such id."""
         known = {table.name: self._paddings.get(table.name, {None}) for table in self.features.tables}

@@ -8,7 +8,7 @@ the training metrics, and a checkpoint of the best evaluation outlives those tha
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol, get_args
 
 import torch
@@ -18,7 +18,6 @@ from satrap.data.source import Source
 from satrap.errors import ConfigError, StreamError
 from satrap.monitor.metrics import Mode, mode_of, needs_groups
 from satrap.monitor.progress import Progress
-from satrap.train.batch import Batch
 from satrap.train.embeddings import Embeddings, session_of
 from satrap.train.evaluation import Group, Metric, check_metrics, evaluate
 from satrap.train.process_group import unwrap
@@ -56,12 +55,14 @@ class Validation:
         metric: str = "auc",
         mode: Mode | None = None,
         patience: int | None = None,
-        score: Callable[[Batch], torch.Tensor] | None = None,
-        label: Callable[[Batch], torch.Tensor] | None = None,
+        score: Callable[[Any], torch.Tensor] | None = None,
+        label: Callable[[Any], torch.Tensor] | None = None,
         group: Group | None = None,
         metrics: Mapping[str, Metric] | None = None,
     ) -> None:
-        """data: the source to evaluate on, one pass for each evaluation, whatever its `epochs`.
+        """data: the source to evaluate on, one pass for each evaluation, whatever its `epochs`. If modules of
+            `satrap.nn` look rows up, it may be a loader, or a function that returns one, such as
+            `lambda: data.batches(["items"])`: `score` and `label` receive its batches.
 
         metric: name of the metric that decides which evaluation is the best: one of `Evaluation`, such as "log_loss" or
             "ndcg@10", or one of `metrics`.
@@ -96,6 +97,7 @@ class Validation:
         """The step of the best evaluation."""
         self.num_worse = 0
         """Number of evaluations since the best one."""
+        self._batches = _own_batches(embeddings, data)
         self._model, self._embeddings, self._data = unwrap(model), embeddings, data
         self._metric, self._mode, self._patience = metric, mode or known_mode, patience
         self._options: dict[str, Any] = {"score": score, "label": label, "group": group, "metrics": own}
@@ -161,8 +163,11 @@ class Validation:
 
         def evaluate_here() -> None:
             device = next((parameter.device for parameter in self._model.parameters()), torch.device("cpu"))
-            with self._embeddings.stream(self._data, device=device, train=False) as stream:
-                result = evaluate(self._model, stream, **self._options)
+            if self._batches is not None:
+                result = evaluate(self._model, self._batches(), **self._options)
+            else:
+                with self._embeddings.stream(self._data, device=device, train=False) as stream:
+                    result = evaluate(self._model, stream, **self._options)
             values.update(result.values(), **{self._metric: result[self._metric]})
 
         if (joint := session_of(self._embeddings).joint) is not None:
@@ -189,3 +194,16 @@ def _one_pass(embeddings: Embeddings, data: Any) -> Any:
     if isinstance(data, Stream):
         raise ConfigError("Validation: data is a stream, which has one pass; expected the source that it reads")
     return data.replace(epochs=1) if isinstance(data, Source) and data.epochs != 1 else data
+
+
+def _own_batches(embeddings: Embeddings, data: Any) -> Callable[[], Iterable[Any]] | None:
+    """Return a function that returns the batches of a user's own loader; None: a stream reads the data."""
+    if not session_of(embeddings).has_modules or hasattr(data, "batches"):
+        return None
+    if isinstance(data, Iterator):
+        raise ConfigError(
+            f"Validation: data is {kind_of(data)}, which can be read once; expected a loader, a list, or a function "
+            "that returns the batches of each evaluation: data=lambda: ..."
+        )
+    batches: Callable[[], Iterable[Any]] = data if callable(data) else lambda: data
+    return batches

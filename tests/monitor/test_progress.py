@@ -23,7 +23,7 @@ from satrap.errors import ConfigError, InputError
 from satrap.monitor.meter import Meter
 from satrap.monitor.metrics import auc, normalised_entropy
 from satrap.monitor.progress import Progress
-from satrap.monitor.report import Counters, Report, bar, line, short
+from satrap.monitor.report import Counters, Report, _seconds_left, bar, line, short
 from satrap.monitor.sinks import Screen
 
 # -- text --------------------------------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ def test_a_report_covers_its_interval(drawn: list[tuple[int, int, bool, bool]], 
     for number, (size, staleness, scored, report_now) in enumerate(drawn, 1):
         labels, scores = rng.integers(0, 2, size), rng.normal(size=size)
         each: dict[str, Any] = {"samples": size, "loss": rng.normal(), "staleness": staleness, "lookup": rng.random()}
-        meter.step(number, size, each["loss"], labels if scored else None, scores if scored else None)
+        meter.step(now, number, size, each["loss"], labels if scored else None, scores if scored else None)
         since.append(each)
         total += size
         now += 0.5
@@ -182,7 +182,7 @@ def test_a_report_covers_its_interval(drawn: list[tuple[int, int, bool, bool]], 
 
 def test_steps_in_zero_seconds() -> None:
     meter = Meter(5.0)
-    meter.step(1, 10)
+    meter.step(0.0, 1, 10)
     assert meter.report(5.0).samples_per_second == 0.0
 
 
@@ -190,7 +190,7 @@ def test_a_diverged_model_is_shown_and_may_recover() -> None:
     meter = Meter(0.0)
     for number, score in enumerate((0.5, math.nan, 0.5), 1):
         scores = np.array([score, 0.1], np.float32)
-        meter.step(number, 2, score, np.array([1, 0]), scores)
+        meter.step(0.0, number, 2, score, np.array([1, 0]), scores)
         report = meter.report(float(number))
         assert report.loss == pytest.approx(score, nan_ok=True)
         assert report.auc == pytest.approx(math.nan if math.isnan(score) else 1.0, nan_ok=True)
@@ -200,7 +200,7 @@ def test_a_diverged_model_is_shown_and_may_recover() -> None:
 def test_the_losses_kept_for_a_report_are_bounded() -> None:
     meter = Meter(0.0)
     for number in range(1, 2001):
-        meter.step(number, 1, float(number))
+        meter.step(0.0, number, 1, float(number))
     assert meter.report(1.0).loss == np.mean(np.arange(2001 - 512, 2001))
 
 
@@ -208,19 +208,19 @@ def test_tensors_of_any_shape_and_dtype() -> None:
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         meter = Meter(0.0)
         scores = torch.tensor([[0.5], [-0.5]], dtype=dtype, requires_grad=True)
-        meter.step(1, 2, scores.sum(), torch.tensor([1, 0]), scores)
+        meter.step(0.0, 1, 2, scores.sum(), torch.tensor([1, 0]), scores)
         report = meter.report(1.0)
         assert (report.auc, report.loss) == (1.0, 0.0)
 
 
 def test_labels_and_scores_are_checked() -> None:
     meter = Meter(0.0)
-    meter.step(1, 2, None, np.zeros(2), np.zeros(3))
+    meter.step(0.0, 1, 2, None, np.zeros(2), np.zeros(3))
     with pytest.raises(InputError, match="Progress: 2 labels and 3 scores; expected one score per label"):
         meter.report(1.0)
     for labels, name in ((np.zeros((2, 2)), "labels"), (np.zeros(2), "scores")):
         meter = Meter(0.0)
-        meter.step(1, 2, None, labels, np.zeros((2, 2)))
+        meter.step(0.0, 1, 2, None, labels, np.zeros((2, 2)))
         with pytest.raises(InputError, match=rf"Progress: {name} have the shape \(2, 2\); expected one column"):
             meter.report(1.0)
 
@@ -274,8 +274,55 @@ def test_reports_come_when_due_and_nothing_is_read_before() -> None:
         assert [report.step for report in kept.reports] == [4, 6]
     assert [(report.step, report.rows["item"]) for report in kept.reports] == [(4, 2), (6, 3), (7, 4)]
     assert item.read_times == [100.0, 102.0, 104.5, 105.0]
-    assert [report.samples_per_second for report in kept.reports] == [40 / 2.0, 20 / 2.5, 10 / 0.5]
+    assert [report.samples_per_second for report in kept.reports] == [40 / 2.0, 20 / 2.5, 70 / 5.0]
     assert kept.num_closed == 1
+
+
+timed_steps = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 16), st.integers(0, 3)), min_size=2, max_size=30)
+
+
+@example([(1, 64, 0)] + 63 * [(8, 1, 0)], 1000)
+@given(timed_steps, st.integers(0, 1000))
+def test_the_time_left_is_by_the_mean_since_the_first_step_and_the_last_line_by_all_steps(
+    drawn: list[tuple[int, int, int]], resumed: int
+) -> None:
+    """Compares with sums over all steps, also where an evaluation follows a step, in a run that is resumed."""
+
+    class Stream(RecordingEmbeddings):
+        end_step = resumed + 100
+
+        def counters(self) -> Counters:
+            return Counters(stages={"lookup": self.clock.now}, staleness={2: round(4 * self.clock.now)})
+
+    clock, kept = Clock(), ListSink()
+    trained, samples = 0.0, 0
+    times, counts = list[float](), list[int]()
+    with Progress(Stream(clock), [kept], every_seconds=1.0, clock=clock) as progress:
+        for number, (size, quarters, evaluated) in enumerate(drawn, 1):
+            clock.now += quarters / 4
+            trained, samples = trained + quarters / 4, samples + size
+            times.append(trained)
+            counts.append(samples)
+            num_reports = len(kept.reports)
+            progress.step(SteppedBatch(resumed + number, size))
+            if evaluated:
+                clock.now += evaluated
+                progress.report_evaluation(resumed + number, {"auc": 0.5}, seconds=evaluated)
+            for report in kept.reports[num_reports:]:
+                left = (100 - number) * (trained - times[0]) / (number - 1) if number > 1 else None
+                assert _seconds_left(report) == (None if left is None else pytest.approx(left))
+                if left is not None:
+                    mean = (samples - counts[0]) / (trained - times[0])
+                    assert report.mean_samples_per_second == pytest.approx(mean)
+                    expected = None if not mean or samples >= 200 else pytest.approx((200 - samples) / mean)
+                    assert _seconds_left(replace(report, total_samples=200)) == expected
+        progress.log({"last": 1})  # so that there is one more report
+    last = kept.reports[-1]
+    assert (last.samples, last.steps) == (samples, len(drawn))
+    assert last.samples_per_second == pytest.approx(samples / trained)
+    assert last.steps_per_second == pytest.approx(len(drawn) / trained)
+    assert last.staleness_counts == {2: round(4 * (clock.now - 100.0))}
+    assert last.stages == {"lookup": pytest.approx((clock.now - 100.0) / len(drawn))}
 
 
 def test_a_run_without_steps_reports_nothing() -> None:

@@ -129,8 +129,8 @@ class Progress:
                 require_column(name, getattr(values, "shape", ()))
         if not len(batch):  # a batch that only keeps this trainer in step with others
             loss = labels = scores = None
-        self._meter.step(batch.step, len(batch), loss, labels, scores)
         now = self._clock()
+        self._meter.step(now, batch.step, len(batch), loss, labels, scores)
         if self._record is not None:
             position = getattr(getattr(batch, "inputs", None), "position", None)
             self._record.step(now, batch.step, len(batch), loss, labels, scores, getattr(position, "epoch", None))
@@ -174,7 +174,7 @@ class Progress:
         self._report(self._clock(), evaluation)
 
     def close(self) -> None:
-        """Report the steps since the last report and close the sinks."""
+        """Report the steps since the last report, with the throughput of all, and close the sinks."""
         try:
             if not self._closed and self._meter.has_news:
                 self._report(self._clock(), is_last=True)
@@ -192,7 +192,7 @@ class Progress:
         self.close() if kind is None else self._close(error)
 
     def _report(self, now: float, evaluation: Mapping[str, Any] | None = None, *, is_last: bool = False) -> None:
-        report = self._meter.report(now, self._counters())
+        report = self._meter.report(now, self._counters(), is_last=is_last)
         report = replace(report, end_step=self._known_end(report.step), **(evaluation or {}))
         if not self._has_warned and (is_last or self._meter.is_full) and (why := self._meter.undefined) is not None:
             self._has_warned = True

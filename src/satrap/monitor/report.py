@@ -69,7 +69,10 @@ def _sum_counts(one: Mapping[_Key, _Number], other: Mapping[_Key, _Number]) -> d
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """The numbers of one interval of steps. None or empty: not given. NaN: given, but undefined or not finite."""
+    """The numbers of one interval of steps. None or empty: not given. NaN: given, but undefined or not finite.
+
+    In the last report of a loop, throughput, staleness and stages are those of the whole loop.
+    """
 
     step: int
     """The last step."""
@@ -84,9 +87,13 @@ class Report:
     seconds: float
     """Seconds since the start."""
     samples_per_second: float
-    """Throughput in the interval."""
+    """Throughput in the interval, without evaluations."""
     steps_per_second: float = 0.0
-    """Steps per second in the interval."""
+    """Steps per second in the interval, without evaluations."""
+    mean_samples_per_second: float | None = None
+    """Throughput since the first step, which gives the time left; None: that in the interval does."""
+    mean_steps_per_second: float | None = None
+    """Steps per second since the first step."""
     loss: float | None = None
     """Mean over the interval's steps, at most the last 512."""
     window: int = 0
@@ -221,11 +228,14 @@ def short(number: float) -> str:
 
 def _seconds_left(report: Report) -> float | None:
     if report.total_samples:
-        left, rate = report.total_samples - report.samples, report.samples_per_second
+        left = report.total_samples - report.samples
+        mean, last = report.mean_samples_per_second, report.samples_per_second
     elif report.end_step:
-        left, rate = report.end_step - report.step, report.steps_per_second
+        left = report.end_step - report.step
+        mean, last = report.mean_steps_per_second, report.steps_per_second
     else:
         return None
+    rate = last if mean is None else mean
     return left / rate if rate > 0 and left > 0 else None
 
 

@@ -102,7 +102,7 @@ class TrainingRecord:
         self, now: float, step: int, samples: int, loss: Any, labels: Any, scores: Any, epoch: int | None = None
     ) -> None:
         """Record one step, as `Meter.step`. epoch: of its batch; None: not known."""
-        self._meter.step(step, samples, loss, labels, scores)
+        self._meter.step(now, step, samples, loss, labels, scores)
         if epoch != self._epoch and None not in (epoch, self._epoch):
             self._epochs.append(step)
         self._step, self._epoch = step, epoch

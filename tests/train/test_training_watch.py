@@ -194,7 +194,10 @@ RUNS = {
     "modules": run_modules,
     "prefetch": lambda loop, steps: run_modules(loop, steps, prefetches=True),
 }
-UNTAKEN = r"no optimizer\.step\(\) has taken the gradients of the last 20 steps.*zero_grad\(\) between.*optimizer\.dense\.step"
+UNTAKEN = (
+    r"no optimizer\.step\(\) has taken the gradients of the last 20 steps"
+    r".*zero_grad\(\) between.*optimizer\.dense\.step"
+)
 
 
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)

@@ -91,11 +91,8 @@ def add_train(commands: Commands) -> None:
     held_out.add_argument(
         "--test", metavar="FILES", help="files or URL to test on, as FILES (default: a random tenth of FILES)"
     )
-    held_out.add_argument(
-        "--test-after",
-        metavar="COLUMN",
-        help="hold out the tenth with the largest values of COLUMN, such as a day",
-    )
+    after = "hold out the tenth with the largest values of COLUMN, such as a day"
+    held_out.add_argument("--test-after", metavar="COLUMN", help=after)
     for option, what in (
         ("--dim", "dim of the embeddings (default: 4 to 16, by the number of ids)"),
         ("--epochs", "most passes over the data (default: 3 to 20, by the number of rows)"),
@@ -194,8 +191,8 @@ def _infer(source: FileSource, path: Any, options: argparse.Namespace) -> tuple[
         )
 
     def profiles_with(missing: Collection[str]) -> list[ColumnProfile]:
-        how = {name: {"separator": overrides.split.get(name), "missing": missing} for name in names}
-        return [profile_column(name, rows[name], is_typed=is_typed, **how[name]) for name in names]
+        how: dict[str, Any] = {"is_typed": is_typed, "missing": missing}
+        return [profile_column(name, rows[name], separator=overrides.split.get(name), **how) for name in names]
 
     profiles = profiles_with(options.missing)
     if words := missing_words(profiles, overrides):

@@ -129,7 +129,7 @@ def profile_column(
     if kind in ("empty", "other", "text list", "id list"):
         return ColumnProfile(kind=kind, **about)
     present = values.array.drop_null()
-    counts = present.value_counts().sort(order="descending", by="counts") if len(present) else []
+    counts: Any = present.value_counts().sort(order="descending", by="counts") if len(present) else []
     about |= {"num_distinct": len(counts)}
     about["values"] = tuple(_shown(count["values"].as_py()) for count in counts[:_NUM_SHOWN])
     if kind in ("integer", "real", "flag"):

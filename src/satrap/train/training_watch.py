@@ -37,7 +37,7 @@ class TrainingWatch:
         self._missed = {table.name: 0 for table in features.tables if table.frozen is not True}
         """Number of lookups of each trainable table of which no gradient is known yet."""
         self._num_dropped = self._num_alone = 0
-        self._has_warned = False  # of gradients that no step takes
+        self._has_warned = False  # that no step takes gradients
         self._selection = ""
         self._is_resumed = False
 

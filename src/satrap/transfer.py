@@ -5,7 +5,8 @@ seconds, and in between, every ten seconds, how far it is and how long it will t
         ...
         advance(num_bytes)                                             # anywhere below, also in threads of `in_context`
 
-A transfer inside another one advances both. The code that moves the bytes need not know for which transfer it does.
+A transfer inside another one advances both. If it fails, only the outer one logs the error. The code that moves the
+bytes need not know for which transfer it does.
 `observe_transfers` has a function called every second, for a terminal. `Transfers` has the same figures for status,
 metrics and processes that wait: those of the transfers of one engine.
 """
@@ -71,7 +72,7 @@ class Transfer:
         if kind is None:
             size = f": {format_bytes(self._bytes)}" if self._bytes else ""
             self._log(logging.INFO, "done", f" done{size} in {seconds:.1f} s", **figures)
-        else:
+        elif self._outer is None:  # which logs the same error
             why = str(error) or kind.__name__
             self._log(logging.WARNING, "failed", f" failed after {seconds:.1f} s: {why}", why=why, **figures)
 

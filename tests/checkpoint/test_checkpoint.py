@@ -2,6 +2,7 @@
 fit is refused."""
 
 import json
+import logging
 import random
 import re
 import shutil
@@ -110,8 +111,9 @@ def test_a_checkpoint_of_another_job_is_refused(
     Job(str(tmp_path), 3).train()
     other = Job(str(tmp_path), 3, **options)
     before = other.state()
-    with pytest.raises(error, match=message):
+    with received("satrap") as records, pytest.raises(error, match=message):
         other.run.resume()
+    assert len([record for record in records if record.levelno > logging.INFO]) <= 1, "beside the exception"
     same(other.state(), before)
 
 

@@ -3,6 +3,7 @@ unusable."""
 
 import fcntl
 import os
+import re
 import shutil
 from itertools import islice
 from pathlib import Path
@@ -160,8 +161,8 @@ def test_a_random_state_that_cannot_be_loaded_changes_nothing(tmp_path: Path, mo
 class Clicks:
     """A run over Parquet files in a folder."""
 
-    def __init__(self, folder: Path, shuffle: bool = False) -> None:
-        self.data = Parquet(folder / "data", label="click", batch_size=10, shuffle=shuffle)
+    def __init__(self, folder: Path, **options: Any) -> None:
+        self.data = Parquet(folder / "data", label="click", batch_size=10, **options)
         self.embeddings = Embeddings({"user": Table("user", dim=2)})
         self.model = torch.nn.Linear(2, 1)
         self.optimizer = self.embeddings.optimizer(torch.optim.SGD(self.model.parameters(), lr=0.1))
@@ -186,11 +187,11 @@ def write(folder: Path, name: str, first: int) -> None:
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_files_may_be_added_after_the_others(shuffle: bool, tmp_path: Path) -> None:
     write(tmp_path, "b.parquet", 0)
-    job = Clicks(tmp_path, shuffle)
+    job = Clicks(tmp_path, shuffle=shuffle)
     job.train(1)
     job.run.save()
     write(tmp_path, "c.parquet", 20)
-    again = Clicks(tmp_path, shuffle)
+    again = Clicks(tmp_path, shuffle=shuffle)
     if shuffle:
         with pytest.raises(CheckpointError, match=r"file 1 \(name, bytes\) is None in the checkpoint and \['c"):
             again.run.resume()
@@ -209,6 +210,37 @@ def test_another_file_before_the_position_is_refused(tmp_path: Path) -> None:
         CheckpointError, match=r"file 0 \(name, bytes\) is \['b\.parquet', \d+\] in the checkpoint and \['a"
     ):
         Clicks(tmp_path).run.resume()
+
+
+SHUFFLED = {"shuffle": True}
+HALF = {"share": (0.0, 0.5)}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "shown"),
+    [
+        ({}, SHUFFLED, {"shuffle"}),
+        (SHUFFLED, {}, {"shuffle"}),
+        (SHUFFLED, {"seed": 1}, {"shuffle"}),
+        (SHUFFLED, {**SHUFFLED, "seed": 1, "shuffle_blocks": 2}, {"seed", "shuffle_blocks"}),
+        ({}, HALF, {"share"}),
+        (HALF, {"since": ("user", 5)}, {"share", "since"}),
+        (HALF, {**SHUFFLED, **HALF}, {"shuffle"}),
+        (HALF, {**SHUFFLED, "seed": 1}, {"seed", "share", "shuffle"}),
+        ({"seed": 2, "shuffle_blocks": 2, "num_threads": 0}, {"block_rows": 5, "epochs": 2}, {"block_rows"}),
+    ],
+)
+def test_a_source_read_in_another_order_is_refused_by_the_settings_that_count(
+    before: dict[str, Any], after: dict[str, Any], shown: set[str], tmp_path: Path
+) -> None:
+    """And not by those that the other source has no use for, which the user may never have set."""
+    write(tmp_path, "a.parquet", 0)
+    job = Clicks(tmp_path, **before)
+    job.train(1)
+    job.run.save()
+    with pytest.raises(CheckpointError, match="of a source that is read differently") as caught:
+        Clicks(tmp_path, **after).run.resume()
+    assert set(re.findall(r"(\w+) is [^;:]* in the checkpoint and ", str(caught.value))) == shown
 
 
 def test_the_folder_of_a_live_run_is_refused_at_once(tmp_path: Path) -> None:

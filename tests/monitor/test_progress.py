@@ -7,8 +7,8 @@ import re
 import weakref
 from argparse import Namespace
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -17,115 +17,15 @@ import pytest
 import torch
 from hypothesis import example, given
 
-from example_reports import BARE, EVALUATED, FULL, Clock, ListSink
+from example_reports import Clock, ListSink
 from loop import job, train_step
 from satrap import Checkpoint, Frame
 from satrap.errors import ConfigError, InputError
 from satrap.monitor.meter import Meter
 from satrap.monitor.metrics import auc, normalised_entropy
 from satrap.monitor.progress import Progress
-from satrap.monitor.report import Counters, Report, bar, line, short
+from satrap.monitor.report import Counters, _seconds_left, line
 from satrap.monitor.sinks import Screen
-
-# -- text --------------------------------------------------------------------------------------------------------------
-
-
-def test_line() -> None:
-    assert line(FULL) == (
-        "step 1,200 | 4.92M samples in 01:02, 01:02 left | 81.2k/s | loss 0.4412 | AUC 0.7812 NE 0.8401 of the last "
-        "65.5k | staleness 3.2, at most 4 | 1.23M rows | "
-        "lost 2 batches/overflow, 1.5k rows/malformed | ms/step lookup 2.1 dense 40.2"
-    )
-    assert " | lost 3 batches/unused | cut 1.5k ids/clicked | ms/step" in line(
-        replace(FULL, lost={"batches/unused": 3, "ids/clicked": 1500})
-    )
-    evaluated = (
-        "step 1,200 | evaluation auc 0.7900 log_loss 0.4321 (best) | 4.92M samples in 01:02, 01:02 left | "
-        "training loss 0.4412 | AUC 0.7812 NE 0.8401 of the last 65.5k"
-    )
-    assert line(EVALUATED) == evaluated
-    assert line(replace(EVALUATED, is_best=False)) == evaluated.replace(" (best)", "")
-    by_loss = replace(EVALUATED, best_by="log_loss")
-    assert line(by_loss) == evaluated.replace("(best)", "(best log_loss)")
-    assert line(replace(by_loss, is_best=False)) == evaluated.replace(" (best)", "")
-    assert line(BARE) == "step 3 | 30 samples in 1:02:05 | 0/s"
-
-
-def test_bar() -> None:
-    assert bar(FULL, 80) == "#########...........  49% | step 1,200 | 4.92M samples in 01:02, 01:02 left"
-    assert bar(FULL, 92, "█░").startswith("█████████░░░░░░░░░░░  49% | step 1,200 | 4.92M samples in 01:02")
-    assert bar(FULL, 400).endswith(line(FULL))
-    assert bar(BARE, 400) == line(BARE)
-
-
-def test_a_bar_of_the_steps_of_a_stream() -> None:
-    report = Report(step=30, samples=300, end_step=120, seconds=10.0, samples_per_second=30.0, steps_per_second=3.0)
-    assert bar(report, 100) == "#####...............  25% | step 30 of 120 | 300 samples in 00:10, 00:30 left | 30/s"
-    assert bar(replace(report, total_samples=600), 100).startswith("##########..........  50% | step 30 of 120 | ")
-
-
-def test_a_bar_ends_with_the_stream_and_continues_after_a_resume(tmp_path: Path) -> None:
-    shown: list[tuple[int, int | None]] = []
-    ids = np.arange(13 * 8) % 30
-    source = Frame(
-        {"user": ids, "item": ids, "history": ids, "a": ids / 30, "b": ids / 30, "click": ids % 2},
-        dense=["a", "b"],
-        label="click",
-        batch_size=8,
-    )
-    for stop_at in (5, None):
-        embeddings, model, optimizer = job()
-        run = Checkpoint(tmp_path / "run", model, optimizer, embeddings, source)
-        run.resume()
-        sink = ListSink()
-        with Progress(embeddings, [sink], every_seconds=1e-9) as progress:
-            for batch in embeddings.stream(source):
-                train_step(model, optimizer, batch)
-                progress.step(batch)
-                if batch.step == stop_at:
-                    run.save()
-                    break
-        embeddings.close()
-        shown += [(report.step, report.end_step) for report in sink.reports]
-    assert [end for _, end in shown] == [13] * len(shown)
-    assert sorted({step for step, _ in shown}) == list(range(1, 14))
-
-
-@given(st.integers(0, 200), st.sampled_from([FULL, BARE]))
-def test_a_bar_fits(columns: int, report: Report) -> None:
-    assert len(bar(report, columns)) <= columns
-
-
-@example(999_500_000_000)
-@given(st.integers(0, 10**14))
-def test_short_numbers_are_close_and_short(number: int) -> None:
-    text = short(number)
-    value, letter = re.fullmatch(r"([\d.e+]+)([kMGT]?)", text).groups()  # type: ignore[union-attr]
-    assert float(value) * {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}[letter] == pytest.approx(number, rel=0.006)
-    assert len(text) <= 5
-
-
-def test_short_numbers() -> None:
-    found = [short(number) for number in (0, 7, 950, 999, 1000, 81_234, 999_600, 4_915_200, 2.13e9)]
-    assert found == ["0", "7", "950", "999", "1k", "81.2k", "1M", "4.92M", "2.13G"]
-
-
-def test_more_samples_than_expected() -> None:
-    late = Report(step=1, samples=300, total_samples=200, seconds=1.0, samples_per_second=300.0)
-    assert bar(late, 100) == "#################### 100% | step 1 | 300 samples in 00:01 | 300/s"
-
-
-@given(st.lists(st.tuples(st.dictionaries(st.integers(0, 3), st.integers(0, 9)), st.integers(0, 5)), max_size=5))
-def test_counters_add(drawn: list[tuple[dict[int, int], int]]) -> None:
-    total = Counters()
-    for seen, lost in drawn:
-        total += Counters(rows={"item": lost}, staleness=seen, stages={"read": 0.5}, inside=2.0, lost={"ids/a": lost})
-    assert +Counter(total.staleness) == +sum((Counter(seen) for seen, _ in drawn), Counter())
-    assert total.inside == (2.0 * len(drawn) if drawn else None)
-    if drawn:
-        assert total.rows == {"item": drawn[-1][1]}
-        assert (total.stages, total.lost) == ({"read": 0.5 * len(drawn)}, {"ids/a": sum(lost for _, lost in drawn)})
-
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
@@ -145,7 +45,7 @@ def test_a_report_covers_its_interval(drawn: list[tuple[int, int, bool, bool]], 
     for number, (size, staleness, scored, report_now) in enumerate(drawn, 1):
         labels, scores = rng.integers(0, 2, size), rng.normal(size=size)
         each: dict[str, Any] = {"samples": size, "loss": rng.normal(), "staleness": staleness, "lookup": rng.random()}
-        meter.step(number, size, each["loss"], labels if scored else None, scores if scored else None)
+        meter.step(now, number, size, each["loss"], labels if scored else None, scores if scored else None)
         since.append(each)
         total += size
         now += 0.5
@@ -183,7 +83,7 @@ def test_a_report_covers_its_interval(drawn: list[tuple[int, int, bool, bool]], 
 
 def test_steps_in_zero_seconds() -> None:
     meter = Meter(5.0)
-    meter.step(1, 10)
+    meter.step(0.0, 1, 10)
     assert meter.report(5.0).samples_per_second == 0.0
 
 
@@ -191,7 +91,7 @@ def test_a_diverged_model_is_shown_and_may_recover() -> None:
     meter = Meter(0.0)
     for number, score in enumerate((0.5, math.nan, 0.5), 1):
         scores = np.array([score, 0.1], np.float32)
-        meter.step(number, 2, score, np.array([1, 0]), scores)
+        meter.step(0.0, number, 2, score, np.array([1, 0]), scores)
         report = meter.report(float(number))
         assert report.loss == pytest.approx(score, nan_ok=True)
         assert report.auc == pytest.approx(math.nan if math.isnan(score) else 1.0, nan_ok=True)
@@ -201,7 +101,7 @@ def test_a_diverged_model_is_shown_and_may_recover() -> None:
 def test_the_losses_kept_for_a_report_are_bounded() -> None:
     meter = Meter(0.0)
     for number in range(1, 2001):
-        meter.step(number, 1, float(number))
+        meter.step(0.0, number, 1, float(number))
     assert meter.report(1.0).loss == np.mean(np.arange(2001 - 512, 2001))
 
 
@@ -209,19 +109,19 @@ def test_tensors_of_any_shape_and_dtype() -> None:
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         meter = Meter(0.0)
         scores = torch.tensor([[0.5], [-0.5]], dtype=dtype, requires_grad=True)
-        meter.step(1, 2, scores.sum(), torch.tensor([1, 0]), scores)
+        meter.step(0.0, 1, 2, scores.sum(), torch.tensor([1, 0]), scores)
         report = meter.report(1.0)
         assert (report.auc, report.loss) == (1.0, 0.0)
 
 
 def test_labels_and_scores_are_checked() -> None:
     meter = Meter(0.0)
-    meter.step(1, 2, None, np.zeros(2), np.zeros(3))
+    meter.step(0.0, 1, 2, None, np.zeros(2), np.zeros(3))
     with pytest.raises(InputError, match="Progress: 2 labels and 3 scores; expected one score per label"):
         meter.report(1.0)
     for labels, name in ((np.zeros((2, 2)), "labels"), (np.zeros(2), "scores")):
         meter = Meter(0.0)
-        meter.step(1, 2, None, labels, np.zeros((2, 2)))
+        meter.step(0.0, 1, 2, None, labels, np.zeros((2, 2)))
         with pytest.raises(InputError, match=rf"Progress: {name} have the shape \(2, 2\); expected one column"):
             meter.report(1.0)
 
@@ -275,8 +175,96 @@ def test_reports_come_when_due_and_nothing_is_read_before() -> None:
         assert [report.step for report in kept.reports] == [4, 6]
     assert [(report.step, report.rows["item"]) for report in kept.reports] == [(4, 2), (6, 3), (7, 4)]
     assert item.read_times == [100.0, 102.0, 104.5, 105.0]
-    assert [report.samples_per_second for report in kept.reports] == [40 / 2.0, 20 / 2.5, 10 / 0.5]
+    assert [report.samples_per_second for report in kept.reports] == [40 / 2.0, 20 / 2.5, 70 / 5.0]
     assert kept.num_closed == 1
+
+
+timed_steps = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 16), st.integers(0, 3)), min_size=2, max_size=30)
+
+
+@example([(1, 64, 0)] + 63 * [(8, 1, 0)], 1000)
+@given(timed_steps, st.integers(0, 1000))
+def test_the_time_left_is_by_the_mean_since_the_first_step_and_the_last_line_by_all_steps(
+    drawn: list[tuple[int, int, int]], resumed: int
+) -> None:
+    """Compares with sums over all steps, also where an evaluation follows a step, in a run that is resumed."""
+
+    class Stream(RecordingEmbeddings):
+        end_step = resumed + 100
+
+        def counters(self) -> Counters:
+            return Counters(stages={"lookup": self.clock.now}, staleness={2: round(4 * self.clock.now)})
+
+    clock, kept = Clock(), ListSink()
+    trained, samples = 0.0, 0
+    times = list[float]()
+    with Progress(Stream(clock), [kept], every_seconds=1.0, clock=clock) as progress:
+        for number, (size, quarters, evaluated) in enumerate(drawn, 1):
+            clock.now += quarters / 4
+            trained, samples = trained + quarters / 4, samples + size
+            times.append(trained)
+            num_reports = len(kept.reports)
+            progress.step(SteppedBatch(resumed + number, size))
+            if evaluated:
+                clock.now += evaluated
+                progress.report_evaluation(resumed + number, {"auc": 0.5}, seconds=evaluated)
+            for report in kept.reports[num_reports:]:
+                left = (100 - number) * (trained - times[0]) / (number - 1) if number > 1 else None
+                assert _seconds_left(report) == (None if left is None else pytest.approx(left))
+        progress.log({"last": 1})  # so that there is one more report
+    last = kept.reports[-1]
+    assert (last.samples, last.steps) == (samples, len(drawn))
+    assert last.samples_per_second == pytest.approx(samples / trained)
+    assert last.steps_per_second == pytest.approx(len(drawn) / trained)
+    assert last.staleness_counts == {2: round(4 * (clock.now - 100.0))}
+    assert last.stages == {"lookup": pytest.approx((clock.now - 100.0) / len(drawn))}
+
+
+@given(st.integers(1, 40), st.integers(1, 7), st.integers(1, 3), st.integers(0, 39))
+def test_the_end_is_known_from_the_samples_of_the_whole_run(total: int, size: int, world: int, resumed: int) -> None:
+    """Each of the trainers has the same number of samples, in batches of one size, the last of which may be short."""
+
+    class Several(RecordingEmbeddings):
+        trainers = SimpleNamespace(world_size=world)
+
+    steps = -(-total // size)
+    first, kept = min(resumed, steps - 1) + 1, ListSink()
+    with Progress(Several(Clock()), [kept], total_samples=total * world, every_seconds=1e-9) as progress:
+        for step in range(first, steps + 1):
+            progress.step(SteppedBatch(step, min(size, total - size * (step - 1))))
+            report = kept.reports[-1]
+            if step < steps or first < steps or steps == 1:
+                assert (report.step, report.end_step) == (step, steps)
+        for late in range(3 if first == 1 else 0):
+            progress.step(SteppedBatch(steps + late + 1, size))
+            assert kept.reports[-1].end_step == kept.reports[-1].step, "more samples than expected"
+
+
+def test_a_bar_ends_with_the_stream_and_continues_after_a_resume(tmp_path: Path) -> None:
+    shown: list[tuple[int, int | None]] = []
+    ids = np.arange(13 * 8) % 30
+    source = Frame(
+        {"user": ids, "item": ids, "history": ids, "a": ids / 30, "b": ids / 30, "click": ids % 2},
+        dense=["a", "b"],
+        label="click",
+        batch_size=8,
+    )
+    for stop_at in (5, None):
+        embeddings, model, optimizer = job()
+        run = Checkpoint(tmp_path / "run", model, optimizer, embeddings, source)
+        run.resume()
+        sink = ListSink()
+        with Progress(embeddings, [sink], every_seconds=1e-9) as progress:
+            for batch in embeddings.stream(source):
+                train_step(model, optimizer, batch)
+                progress.step(batch)
+                if batch.step == stop_at:
+                    run.save()
+                    break
+        embeddings.close()
+        shown += [(report.step, report.end_step) for report in sink.reports]
+    assert [end for _, end in shown] == [13] * len(shown)
+    assert sorted({step for step, _ in shown}) == list(range(1, 14))
 
 
 def test_a_run_without_steps_reports_nothing() -> None:

@@ -103,6 +103,25 @@ def test_a_transfer_that_fails_says_why(clock: Clock, records: list[logging.LogR
     assert records[-1].getMessage() == "save failed after 0.0 s: disk full"
 
 
+def test_of_nested_transfers_that_fail_the_outermost_says_why(records: list[logging.LogRecord]) -> None:
+    """Also if the inner one failed in another thread: the exception and one line of the log are enough."""
+
+    def part() -> None:
+        with Transfer(LOG, "verify", "part"), Transfer(LOG, "verify", "part of it"):
+            raise OSError("disk full")
+
+    for is_beside in (False, True):
+        records.clear()
+        with (
+            ThreadPoolExecutor(1) as pool,
+            pytest.raises(OSError, match="disk full"),
+            Transfer(LOG, "restore", "all"),
+        ):
+            pool.submit(in_context(part)).result() if is_beside else part()
+        failed = [record.getMessage() for record in records if record.levelno > logging.INFO]
+        assert len(failed) == 1 and re.fullmatch(r"all failed after .* s: disk full", failed[0])
+
+
 @pytest.mark.parametrize("how", ["advance", "reach", "observe"])
 def test_progress_and_the_time_left(how: str, clock: Clock, records: list[logging.LogRecord]) -> None:
     """At a steady rate the estimate is exact, and a line appears every ten seconds."""

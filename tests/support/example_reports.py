@@ -8,9 +8,10 @@ from satrap.monitor.report import Report
 FULL = Report(
     step=1200,
     samples=4_915_200,
-    total_samples=10_000_000,
+    end_step=2400,
     seconds=62.5,
     samples_per_second=81_234.5,
+    steps_per_second=19.2,
     loss=0.44118,
     window=65_536,
     auc=0.78124,

@@ -50,6 +50,7 @@ from satrap.train.stream import Stream
 from satrap.transfer import Transfer
 
 _LOG = logging.getLogger("satrap.checkpoint")
+_ABSENT_IF_OFF = frozenset({"share", "before", "since", "offsets"})  # the settings that only then a signature lacks
 _ENDED = 0  # in place of every_steps: the trainer is at the end of its script
 
 
@@ -399,11 +400,11 @@ class Checkpoint:
             return
         are_several = len(entry.positions) > 1 or self._session.trainers.world_size > 1
         not_compared = {"files"} if are_several else {"files", "batch_size"}  # which decides who gets which samples
-        lines = [
-            f"{name} is {entry.source.get(name)!r} in the checkpoint and {now.get(name)!r} here"
-            for name in sorted((entry.source.keys() | now.keys()) - not_compared)
-            if entry.source.get(name) != now.get(name)
-        ]
+        known = (entry.source.keys() | now.keys()) - not_compared
+        differ = {name for name in known if entry.source.get(name) != now.get(name)}
+        # A setting that only one of them has, such as the seed of a shuffle, follows from another one that differs.
+        shown = sorted(differ & ((entry.source.keys() & now.keys()) | _ABSENT_IF_OFF) or differ)
+        lines = [f"{name} is {entry.source.get(name)!r} in the checkpoint and {now.get(name)!r} here" for name in shown]
         # New files may follow the old ones, unless the order or the shards depend on all files.
         were, are = entry.source.get("files", ()), now.get("files", ())
         of_all = now.get("shuffle") or are_several

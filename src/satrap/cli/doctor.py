@@ -9,7 +9,7 @@ import math
 import os
 import platform
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from itertools import islice
 
@@ -17,12 +17,16 @@ import numpy as np
 
 from satrap import _core
 from satrap.cli.options import in_options
+from satrap.cli.train_plan import described_lists, list_hint
+from satrap.config.columns import IdColumn
 from satrap.config.cores import num_cores
 from satrap.config.tables import Table
 from satrap.config.validation import check_integer
+from satrap.data.column_profile import ColumnProfile, profile_column
 from satrap.data.criteo import Criteo
+from satrap.data.delimited import CSV
 from satrap.data.file_source import find_files
-from satrap.data.inferred_source import column_names, infer_source
+from satrap.data.inferred_source import column_names, infer_source, sample_rows
 from satrap.data.inputs import Inputs
 from satrap.data.reuse import LAGS, Reuse, measure_reuse
 from satrap.data.source import FileSource
@@ -36,6 +40,7 @@ _PACKAGES = (
 )
 CRITEO_IDS = tuple(f"C{number}" for number in range(1, 27))
 _LEAST_BATCHES = LAGS[-1] + 1
+_SAMPLED_ROWS = 50_000
 _NUM_FEATURES, _BATCH, _ROWS, _STEPS = 26, 4096, 1_000_000, 20
 
 
@@ -80,14 +85,33 @@ def examine(dim: int, *, run: bool) -> Iterator[str]:
 
 
 def examine_data(
-    paths: Sequence[str], ids: Sequence[str], *, batch_size: int, num_batches: int, max_bad_rows: int = 0
+    paths: Sequence[str],
+    ids: Sequence[str],
+    *,
+    batch_size: int,
+    num_batches: int,
+    max_bad_rows: int = 0,
+    split: Mapping[str, str] | None = None,
 ) -> Iterator[str]:
-    """Yield the reuse of each feature, and advice. ids: the features' columns; none: the files are Criteo's logs."""
+    """Yield the reuse of each feature, and advice.
+
+    ids: the features' columns; none: the files are Criteo's logs.
+    split: the character between the ids in each text of a column; empty: each text is one id. The default is inferred.
+    """
     check_integer("doctor", "--batches", num_batches, _LEAST_BATCHES, 2**31)
     check_integer("doctor", "--max-bad-rows", max_bad_rows, 0, 2**63 - 1)
+    if others := set(split or ()).difference(ids):
+        raise ConfigError(f"doctor --split: found {min(others)!r}; expected a column that --ids names")
     source = infer_source(list(paths)) if ids else _criteo(paths)
     source = source.replace(batch_size=batch_size, max_bad_rows=max_bad_rows)
     try:
+        if ids:
+            profiles = _profiles(source, ids, split or {})
+            source = _with_lists(source, profiles)
+            for profile in profiles:
+                if described := described_lists(profile):
+                    yield f"({profile.name} has {described})"
+                yield from list_hint(profile)
         reuses = _reuses(source, tuple(ids or CRITEO_IDS), batch_size, num_batches)
     except SourceError as error:
         hint = "" if ids else "; without --ids, FILES are Criteo's click logs: for others, name the columns of ids"
@@ -102,6 +126,22 @@ def examine_data(
         texts = ("-" if math.isnan(share) else f"{100 * share:.0f} %" for share in shares)
         yield f"{reuse.feature:20} {reuse.num_ids:9,} {reuse.alpha:6.2f} {' '.join(f'{text:>8}' for text in texts)}"
     yield from _advice(reuses)
+
+
+def _profiles(source: FileSource, ids: Sequence[str], split: Mapping[str, str]) -> list[ColumnProfile]:
+    """Return the profiles of those of these columns that the files have."""
+    available, is_typed = column_names(source), not isinstance(source, CSV)
+    names = [name for name in ids if name in available]
+    rows = sample_rows(source, names, _SAMPLED_ROWS) if names else {}
+    return [profile_column(name, rows[name], is_typed=is_typed, separator=split.get(name)) for name in names]
+
+
+def _with_lists(source: FileSource, profiles: Sequence[ColumnProfile]) -> FileSource:
+    """Return the source with the separators of the columns that list ids."""
+    known = {profile.name: profile.sure_lists for profile in profiles}
+    ids = {name: IdColumn(separator=lists.separator) for name, lists in known.items() if lists is not None}
+    strips = isinstance(source, CSV) and any(lists.has_blanks for lists in known.values() if lists is not None)
+    return source.replace(ids=ids, **({"strip": True} if strips else {}))
 
 
 def _criteo(paths: Sequence[str]) -> FileSource:

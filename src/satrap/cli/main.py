@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from satrap.byte_sizes import format_bytes
+from satrap.cli.options import separators_in
 from satrap.cli.parser import command_parser
 from satrap.config.validation import check_integer, check_number
 from satrap.errors import ConfigError, SatrapError
@@ -91,12 +92,14 @@ def _output_lines(options: argparse.Namespace) -> Iterator[str]:
                 return examine_data(
                     options.files,
                     options.ids,
+                    split=separators_in(options.split),
                     batch_size=options.batch_size,
                     num_batches=options.batches,
                     max_bad_rows=options.max_bad_rows,
                 )
-            if options.ids:
-                raise ConfigError("doctor --ids without FILES: name the files whose columns these are")
+            if options.ids or options.split:
+                named = "--ids" if options.ids else "--split"
+                raise ConfigError(f"doctor {named} without FILES: name the files whose columns these are")
             return examine(options.dim, run=not options.no_run)
         case "train":
             from satrap.cli.train_command import train_model

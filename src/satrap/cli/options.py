@@ -2,6 +2,7 @@
 
 import argparse
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -50,6 +51,28 @@ def add_choice(group: Group, option: str, what: str, choices: tuple[str, ...]) -
 def add_names(group: Group, option: str, what: str, *, metavar: str = "ADDRESS", **options: Any) -> None:
     """Add an option with several words, which may be repeated."""
     group.add_argument(option, nargs="+", action="extend", default=[], metavar=metavar, help=what, **options)
+
+
+def add_split(group: Group) -> None:
+    """Add --split, whose words `separators_in` reads."""
+    add_names(
+        group,
+        "--split",
+        "columns of text that list ids, each with the character between the ids, such as tags='|' (default: inferred); "
+        "tags= if each text is one id",
+        metavar="COLUMN=CHARACTER",
+    )
+
+
+def separators_in(words: Sequence[str]) -> dict[str, str]:
+    """Return the separator of each column in the words of --split; empty: each text is one id."""
+    separators = {}
+    for word in words:
+        name, equals, separator = word.partition("=")
+        if not name or not equals or len(separator) > 1 or not separator.isascii():
+            raise ConfigError(f"--split: found {word!r}; expected COLUMN= and one ASCII character, such as tags='|'")
+        separators[name] = separator
+    return separators
 
 
 def add_permitted(group: Group, option: str, what: str) -> None:

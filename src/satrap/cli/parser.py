@@ -22,6 +22,7 @@ from satrap.cli.options import (
     add_number,
     add_path,
     add_permitted,
+    add_split,
     path_option,
 )
 from satrap.cli.process_parser import add_server, add_trainer, add_worker
@@ -353,6 +354,7 @@ def _add_keys_and_doctor(commands: Commands) -> None:
         help="CSV, TSV, Parquet or Arrow files with --ids; without --ids Criteo's click logs",
     )
     doctor.add_argument("--ids", nargs="+", default=[], metavar="COLUMN", help="the columns of ids in FILES")
+    add_split(doctor)
     add_number(doctor, "--batch-size", "samples of a batch of FILES", 4096)
     add_number(doctor, "--batches", "read so many batches at most, 17 or more", 100)
     add_number(doctor, "--max-bad-rows", "malformed rows of FILES that are left out, before one is an error", 0)

@@ -9,13 +9,13 @@ import argparse
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from satrap.cli.conversion import conversion_lines
-from satrap.cli.options import Commands, add_names, add_number, add_path, in_options
+from satrap.cli.options import Commands, add_names, add_number, add_path, add_split, in_options, separators_in
 from satrap.cli.train_plan import (
     LABEL_NAMES,
     ColumnPlan,
@@ -79,6 +79,7 @@ def add_train(commands: Commands) -> None:
         ("--ignore", "to leave out, such as those that are known only after the label"),
     ):
         add_names(train, option, f"columns {what} (default: inferred)", metavar="COLUMN")
+    add_split(train)
     add_names(
         train,
         "--missing",
@@ -90,11 +91,8 @@ def add_train(commands: Commands) -> None:
     held_out.add_argument(
         "--test", metavar="FILES", help="files or URL to test on, as FILES (default: a random tenth of FILES)"
     )
-    held_out.add_argument(
-        "--test-after",
-        metavar="COLUMN",
-        help="hold out the tenth with the largest values of COLUMN, such as a day",
-    )
+    after = "hold out the tenth with the largest values of COLUMN, such as a day"
+    held_out.add_argument("--test-after", metavar="COLUMN", help=after)
     for option, what in (
         ("--dim", "dim of the embeddings (default: 4 to 16, by the number of ids)"),
         ("--epochs", "most passes over the data (default: 3 to 20, by the number of rows)"),
@@ -118,7 +116,8 @@ def train_model(options: argparse.Namespace) -> Iterator[str]:
     except SourceError as error:
         raise SourceError(in_options(str(error))) from error
     yield from plan.lines()
-    yield f"(inferred from {num_sampled:,} rows; to correct a column: --label, --ids, --numbers, --ignore)"
+    yield f"(inferred from {num_sampled:,} rows; to correct a column: --label, --ids, --numbers, --ignore, --split)"
+    yield from plan.hints()
     if isinstance(source, CSV):
         yield from conversion_lines(plan, source, settings.missing)
     script = options.script or options.out / "train.py"
@@ -181,6 +180,7 @@ def _infer(source: FileSource, path: Any, options: argparse.Namespace) -> tuple[
         ids=tuple(options.ids),
         numbers=tuple(options.numbers),
         ignore=tuple(options.ignore),
+        split=separators_in(options.split),
         dim=options.dim,
         split_by=options.test_after,
     )
@@ -189,10 +189,15 @@ def _infer(source: FileSource, path: Any, options: argparse.Namespace) -> tuple[
             f"--missing: words stand for missing values in text files, and {source.path} is {type(source).__name__}, "
             "which has nulls: leave it out"
         )
-    profiles = [profile_column(name, rows[name], is_typed=is_typed, missing=options.missing) for name in names]
+
+    def profiles_with(missing: Collection[str]) -> list[ColumnProfile]:
+        how: dict[str, Any] = {"is_typed": is_typed, "missing": missing}
+        return [profile_column(name, rows[name], separator=overrides.split.get(name), **how) for name in names]
+
+    profiles = profiles_with(options.missing)
     if words := missing_words(profiles, overrides):
         words |= frozenset(options.missing)
-        profiles = [profile_column(name, rows[name], is_typed=is_typed, missing=words) for name in names]
+        profiles = profiles_with(words)
     if not is_typed:
         missing = frozenset(options.missing) | words
         rows = {name: clean_values(rows[name], is_typed=False, missing=missing).array for name in names}
@@ -265,7 +270,16 @@ def _tested_columns(source: FileSource, plan: ColumnPlan, options: argparse.Name
     rows = sample_rows(other, names, _SAMPLED_ROWS)
     words = plan.missing_texts.union(options.missing)
     is_typed = not isinstance(source, CSV)
-    profiles = [profile_column(name, rows[name], is_typed=is_typed, missing=words) for name in names]
+    profiles = [
+        profile_column(
+            profile.name,
+            rows[profile.name],
+            is_typed=is_typed,
+            missing=words,
+            separator="" if profile.sure_lists is None else profile.sure_lists.separator,
+        )
+        for profile in plan.used
+    ]
     numbers = [number.name for number in plan.numbers]
     for known, profile in zip(plan.used, profiles, strict=True):
         if profile.name == plan.label.column:

@@ -3,10 +3,11 @@
 Pure: profiles of columns in, a plan out. `train_script` writes the plan as a script.
 """
 
+import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from satrap.config.validation import check_name, suggest
@@ -29,6 +30,7 @@ _MOST_COUNT = 2**31
 _LARGEST_FLOAT32 = 3.4028234e38
 _DIMS = ((16, 4), (256, 8), (1 << 62, 16))
 """Pairs: a column with at most so many distinct ids gets embeddings of this dim."""
+_LISTS = ("text list", "id list")
 _WORDS = 4
 """Texts with at least this many words, on average, are prose and not names."""
 _LEAST_ROWS = 20
@@ -49,6 +51,8 @@ class Overrides:
     ids: tuple[str, ...] = ()
     numbers: tuple[str, ...] = ()
     ignore: tuple[str, ...] = ()
+    split: Mapping[str, str] = field(default_factory=dict)
+    """The character between the ids in each text of a column; empty: each text is one id."""
     dim: int | None = None
     split_by: str | None = None
     """The column whose later values are held out."""
@@ -122,11 +126,35 @@ class ColumnPlan:
         for column in self.columns:
             about = column.profile
             missing = f"{100 * about.num_missing / about.num_rows:.0f} %" if about.num_missing else ""
-            rows.append((about.name, about.kind, f"{about.num_distinct:,}", missing, column.use, column.why))
+            distinct = "" if about.kind in _LISTS else f"{about.num_distinct:,}"
+            rows.append((about.name, about.kind, distinct, missing, column.use, column.why))
         widths = [max(len(row[i]) for row in rows) for i in range(5)]
         for name, kind, distinct, missing, use, why in rows:
             left, right = f"{name:{widths[0]}}  {kind:{widths[1]}}", f"{distinct:>{widths[2]}}  {missing:>{widths[3]}}"
             yield f"{left}  {right}  {use:{widths[4]}}  {why}".rstrip()
+
+    def hints(self) -> Iterator[str]:
+        """Yield a line for each column whose texts may be lists of ids, and are read as one id each, or ignored."""
+        for column in self.columns:
+            if column.use in ("id", "ignored") and not column.why.startswith(("by --ignore", "by --test-after")):
+                yield from list_hint(column.profile)
+
+
+def list_hint(profile: ColumnProfile) -> Iterator[str]:
+    """Yield how to read texts as lists of ids, if it is in doubt whether they are any."""
+    lists = profile.lists
+    if lists is not None and not lists.is_sure:
+        option = shlex.quote(f"{profile.name}={lists.separator}")
+        yield (
+            f"({profile.name} has {profile.num_distinct:,} texts of {lists.num_ids:,} parts separated by "
+            f"{lists.separator!r}; if they are lists of ids: --split {option})"
+        )
+
+
+def described_lists(profile: ColumnProfile) -> str:
+    """Return how texts are split into ids, in words; empty: each is one id."""
+    lists = profile.sure_lists
+    return "" if lists is None else f"{lists.num_ids:,} ids separated by {lists.separator!r}"
 
 
 def missing_words(profiles: Sequence[ColumnProfile], overrides: Overrides) -> frozenset[str]:
@@ -254,6 +282,7 @@ def _check_overrides(profiles: Mapping[str, ColumnProfile], overrides: Overrides
         "--ids": overrides.ids,
         "--numbers": overrides.numbers,
         "--ignore": overrides.ignore,
+        "--split": tuple(name for name in overrides.split if name not in overrides.ids),
         "--test-after": () if overrides.split_by is None else (overrides.split_by,),
     }
     for option, names in options.items():
@@ -274,6 +303,9 @@ def _check_overrides(profiles: Mapping[str, ColumnProfile], overrides: Overrides
                 values = (profile.numbers.with_comma,)
             shown = repr(values[0]) if values else "no value"
             raise ConfigError(f"--numbers: column {name!r} holds {shown}; expected numbers in every row{hint}")
+    for name in overrides.split:
+        if (kind := profiles[name].kind) != "text":
+            raise ConfigError(f"--split: column {name!r} is of kind {kind!r}; expected text that lists ids")
     for name in overrides.ids:
         kind = profiles[name].kind
         if (kind in ("time", "flag", "real") and profiles[name].is_typed) or kind in ("other", "empty"):
@@ -288,17 +320,20 @@ def _use(profile: ColumnProfile, overrides: Overrides) -> tuple[Use, str]:
         return "ignored", "by --ignore"
     if profile.name == overrides.split_by:
         return "ignored", "by --test-after: it divides training from test"
+    lists = described_lists(profile)
     if profile.name in overrides.ids:
-        return "id", "by --ids"
+        return "id", f"by --ids; {lists}" if lists else "by --ids"
     if profile.name in overrides.numbers:
         return "number", "by --numbers"
+    if lists:
+        return "id", lists
     if not profile.name:
         return "ignored", "it has no name, like the index that pandas writes"
     if profile.kind == "empty":
         return "ignored", "all values are missing"
     if profile.kind == "other":
         return "ignored", "its type is neither numbers, text nor times"
-    if profile.kind in ("text list", "id list"):
+    if profile.kind in _LISTS:
         return "id", "a list of ids: the mean of their embeddings"
     if profile.num_distinct == 1 and not profile.num_missing:
         return "ignored", f"constant: {profile.values[0]}"
@@ -380,10 +415,12 @@ def _features(profile: ColumnProfile, use: Use, dim: int | None, taken: set[str]
             IdFeature(name=_free(f"{name}_{part}", taken), column=name, dim=dim or 4, option=f'time="{option}"')
             for part, option in parts_of_time(profile).items()
         )
-    is_bag = profile.kind in ("text list", "id list")
+    is_bag = profile.sure_lists is not None or profile.kind in _LISTS
     if dim is None:
         dim = 16 if is_bag else next(dim for limit, dim in _DIMS if profile.num_distinct <= limit)
     option = 'kind="integer"' if _needs_declared_kind(profile) else ""
+    if profile.sure_lists is not None:
+        option = f"separator={json.dumps(profile.sure_lists.separator)}"
     feature = name if use == "id" else _free(f"{name}_id", taken)
     return (IdFeature(name=feature, column=name, dim=dim, is_bag=is_bag, option=option),)
 

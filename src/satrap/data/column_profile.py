@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from satrap.config.optional_deps import pyarrow_for
 from satrap.data.decode import is_list, is_time
 from satrap.data.hashing import is_text
+from satrap.data.id_lists import IdLists, find_lists, lists_by
 from satrap.data.whole_numbers import LARGEST_EXACT, is_whole_decimal, whole_decimals
 
 Kind = Literal["integer", "real", "flag", "text", "text time", "time", "text list", "id list", "empty", "other"]
@@ -68,14 +69,21 @@ class ColumnProfile:
     is_day_first: bool = False
     """Whether times as text are written as in 31.12.2024."""
     has_blanks: bool = False
-    """Whether texts begin or end with blanks."""
+    """Whether texts, or ids in lists, begin or end with blanks."""
     numbers: "NumbersInText | None" = None
     """The numbers of a column of text."""
+    lists: IdLists | None = None
+    """The lists of ids in a column of text, which may be in doubt."""
 
     @property
     def is_number(self) -> bool:
         """Whether all values are numbers."""
         return self.kind in ("integer", "real", "flag")
+
+    @property
+    def sure_lists(self) -> IdLists | None:
+        """The lists of ids, if there is no doubt that the texts are some."""
+        return self.lists if self.lists is not None and self.lists.is_sure else None
 
     @property
     def has_long_tail(self) -> bool:
@@ -99,8 +107,14 @@ class NumbersInText:
     """The most frequent number with a decimal comma; empty: there is none."""
 
 
-def profile_column(name: str, array: Any, *, is_typed: bool, missing: Collection[str] = ()) -> ColumnProfile:
-    """Return the profile of an Arrow array. missing: further texts that stand for a missing value."""
+def profile_column(
+    name: str, array: Any, *, is_typed: bool, missing: Collection[str] = (), separator: str | None = None
+) -> ColumnProfile:
+    """Return the profile of an Arrow array.
+
+    missing: further texts that stand for a missing value.
+    separator: the character between the ids in each text; empty: each text is one id; None: inferred.
+    """
     values = clean_values(array, is_typed=is_typed, missing=missing)
     kind = _kind(values.array, is_typed)
     arrow, num_rows = pyarrow_for("reading data"), len(array)
@@ -115,7 +129,7 @@ def profile_column(name: str, array: Any, *, is_typed: bool, missing: Collection
     if kind in ("empty", "other", "text list", "id list"):
         return ColumnProfile(kind=kind, **about)
     present = values.array.drop_null()
-    counts = present.value_counts().sort(order="descending", by="counts") if len(present) else []
+    counts: Any = present.value_counts().sort(order="descending", by="counts") if len(present) else []
     about |= {"num_distinct": len(counts)}
     about["values"] = tuple(_shown(count["values"].as_py()) for count in counts[:_NUM_SHOWN])
     if kind in ("integer", "real", "flag"):
@@ -130,6 +144,11 @@ def profile_column(name: str, array: Any, *, is_typed: bool, missing: Collection
         about["num_words"] = arrow.compute.mean(words).as_py() or 0.0
         if not is_typed:
             about["numbers"] = _numbers_in(counts)
+        texts, strips = counts.field("values"), not is_typed
+        lists = lists_by(texts, separator, strips=strips) if separator else None
+        about["lists"] = find_lists(texts, strips=strips) if separator is None else lists
+        if about["lists"] is not None and about["lists"].is_sure:
+            about["has_blanks"] |= about["lists"].has_blanks
     return ColumnProfile(kind=kind, **about)
 
 

@@ -33,7 +33,6 @@ class _Trainer:
     counts: list[tuple[int, float]] = field(default_factory=list)
     """Some steps with the number of samples until then, for a later launch that resumes in between."""
     end_step: int | None = None
-    total_samples: int | None = None
     note: str | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     """loss and auc of the last interval."""
@@ -80,7 +79,7 @@ class RunProgress:
             trainer = self._trainers[rank]
             trainer.step, trainer.samples = record["step"], record["samples"]
             trainer.note = record.get("note")
-            trainer.end_step, trainer.total_samples = record.get("end_step"), record.get("total_samples")
+            trainer.end_step = record.get("end_step")
         elif record["kind"] == "interval" and rank in self._running:
             trainer = self._trainers[rank]
             trainer.counts.append((trainer.step, trainer.count()))
@@ -97,13 +96,11 @@ class RunProgress:
             self._counts.popleft()
         self._counts.append((now, step, samples))
         (before, first_step, first_samples), seconds = self._counts[0], now - self._counts[0][0]
-        totals = [trainer.total_samples for trainer in trainers]
-        ends = {trainer.end_step for trainer in trainers}
+        ends = [trainer.end_step for trainer in trainers if trainer.end_step is not None]
         return Report(
             step=step,
             samples=round(samples),
-            total_samples=sum(filter(None, totals)) if all(totals) else None,
-            end_step=ends.pop() if len(ends) == 1 else None,
+            end_step=max(ends) if len(ends) == len(trainers) else None,
             seconds=now - self._started,
             samples_per_second=(samples - first_samples) / seconds if before < now else 0.0,
             steps_per_second=(step - first_step) / seconds if before < now else 0.0,

@@ -8,6 +8,7 @@ for the AUC.
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -23,14 +24,13 @@ _MAX_LOSSES = 512  # kept per report, since each is read from its device separat
 class Meter:
     """Collects the numbers of each step; a report covers the steps since the report before it."""
 
-    def __init__(
-        self, now: float, *, counters: Counters | None = None, window: int = 1 << 16, total_samples: int | None = None
-    ) -> None:
-        self._started = self._last_report = now
+    def __init__(self, now: float, *, counters: Counters | None = None, window: int = 1 << 16) -> None:
+        self._started = now
+        self._whole = self._last = _Mark(at=now, counters=counters or Counters())  # the start, and the last report
+        self._first: _Mark | None = None  # the end of the first step
         self._window = Window(window)
-        self._window_size, self._total = window, total_samples
-        self._step = self._samples = self._samples_reported = 0
-        self._counters = counters or Counters()
+        self._window_size = window
+        self._step = self._num_steps = self._samples = self._last_samples = 0
         self._waiting: deque[tuple[Any, Any, int]] = deque()  # unread labels and scores, and their samples
         self._num_waiting = 0
         self._start_interval()
@@ -40,7 +40,6 @@ class Meter:
 
     def _start_interval(self) -> None:
         self._losses: deque[Any] = deque(maxlen=_MAX_LOSSES)
-        self._steps = 0
         self._logged: dict[str, tuple[float, int]] = {}  # sum and count
 
     @property
@@ -53,10 +52,17 @@ class Meter:
         """Number of samples so far."""
         return self._samples
 
+    def end_step(self, total_samples: float) -> int | None:
+        """Return the step at which all steps have so many samples; None before the first. The last step so far may be
+        short, so it only counts if there is no other."""
+        whole = self._num_steps > 1
+        samples, steps = self._samples - whole * self._last_samples, self._num_steps - whole
+        return max(self._step, math.ceil(total_samples * steps / samples - 1e-9)) if samples else None
+
     @property
     def has_news(self) -> bool:
         """Whether there were steps or numbers of the script since the last report."""
-        return self._steps > 0 or bool(self._logged)
+        return self._num_steps > self._last.steps or bool(self._logged)
 
     @property
     def undefined(self) -> str | None:
@@ -68,11 +74,16 @@ class Meter:
         """Whether the window of the AUC is full."""
         return self._window.num_samples == self._window_size
 
-    def step(self, step: int, samples: int, loss: Any = None, labels: Any = None, scores: Any = None) -> None:
-        """Record one step. This is the hot path: it keeps references and adds integers."""
+    def step(
+        self, now: float, step: int, samples: int, loss: Any = None, labels: Any = None, scores: Any = None
+    ) -> None:
+        """Record one step that has ended. This is the hot path: it keeps references and adds integers."""
         self._step = step
         self._samples += samples
-        self._steps += 1
+        self._last_samples = samples
+        self._num_steps += 1
+        if self._first is None:
+            self._first = _Mark(at=now, steps=1, samples=samples)
         if loss is not None:
             self._losses.append(_detached(loss))
         if scores is not None:
@@ -88,25 +99,33 @@ class Meter:
             self._logged[name] = (total + value, count + 1)
 
     def leave_out(self, seconds: float) -> None:
-        """Leave the last seconds out of the interval: no training took place in them."""
-        self._last_report += seconds
+        """Leave the last seconds out of the throughput: no training took place in them."""
+        for mark in {self._whole, self._last, self._first}:
+            if mark is not None:
+                mark.at += seconds
 
-    def report(self, now: float, counters: Counters | None = None) -> Report:
-        """Return a report of the steps since the last one. Reads the tensors, so it waits for their device."""
+    def report(self, now: float, counters: Counters | None = None, *, is_last: bool = False) -> Report:
+        """Return a report of the steps since the last one. Reads the tensors, so it waits for their device.
+
+        is_last: whether it is the last one: its throughput, staleness and stages are those of all steps, since the few
+            steps since the report before it would say little.
+        """
         losses = [float(loss) for loss in self._losses]
-        seconds, samples = now - self._last_report, self._samples - self._samples_reported
         auc, entropy = self._window_metrics()
         counters = counters or Counters()
-        before = self._counters.staleness
+        since = self._whole if is_last else self._last
+        before = since.counters.staleness
         seen = {n: new for n, count in counters.staleness.items() if (new := count - before.get(n, 0)) > 0}
+        samples_per_second, steps_per_second = self._rates(now, since)
+        _, mean_steps = self._rates(now, self._first or since)
         report = Report(
             step=self._step,
             samples=self._samples,
-            steps=self._steps,
-            total_samples=self._total,
+            steps=self._num_steps - since.steps,
             seconds=now - self._started,
-            samples_per_second=samples / seconds if seconds > 0 else 0.0,
-            steps_per_second=self._steps / seconds if seconds > 0 else 0.0,
+            samples_per_second=samples_per_second,
+            steps_per_second=steps_per_second,
+            mean_steps_per_second=mean_steps,
             loss=sum(losses) / len(losses) if losses else None,
             window=self._window.num_samples,
             auc=auc,
@@ -116,25 +135,32 @@ class Meter:
             staleness_counts=seen,
             rows=dict(counters.rows),
             bytes=dict(counters.bytes),
-            stages=self._stages(counters, seconds),
+            stages=self._stages(counters, now, since),
             learning_rates=dict(counters.learning_rates),
             gradient_norm=counters.gradient_norm,
             device_bytes=counters.device_bytes,
             lost=dict(counters.lost),
             logged={name: total / count for name, (total, count) in self._logged.items()},
         )
-        self._last_report, self._samples_reported, self._counters = now, self._samples, counters
+        self._last = _Mark(at=now, steps=self._num_steps, samples=self._samples, counters=counters)
         self._start_interval()
         return report
 
-    def _stages(self, counters: Counters, seconds: float) -> dict[str, float]:
-        if self._steps == 0:
+    def _rates(self, now: float, since: "_Mark") -> tuple[float, float]:
+        """Return the samples and the steps per second."""
+        seconds = now - since.at
+        if seconds <= 0:
+            return 0.0, 0.0
+        return (self._samples - since.samples) / seconds, (self._num_steps - since.steps) / seconds
+
+    def _stages(self, counters: Counters, now: float, since: "_Mark") -> dict[str, float]:
+        steps, before = self._num_steps - since.steps, since.counters
+        if steps == 0:
             return {}
-        before = self._counters
         spent = {name: total - before.stages.get(name, 0.0) for name, total in counters.stages.items()}
         if counters.inside is not None:
-            spent["dense"] = max(0.0, seconds - (counters.inside - (before.inside or 0.0)))
-        return {name: total / self._steps for name, total in spent.items()}
+            spent["dense"] = max(0.0, now - since.at - (counters.inside - (before.inside or 0.0)))
+        return {name: total / steps for name, total in spent.items()}
 
     def _window_metrics(self) -> tuple[float | None, float | None]:
         diverged = False
@@ -154,6 +180,17 @@ class Meter:
         if not self._window.num_samples:
             return None, None
         return self._window.auc(), self._window.normalised_entropy()
+
+
+@dataclass(slots=True, eq=False)
+class _Mark:
+    """A moment from which rates are measured."""
+
+    at: float
+    """When it was, later by the seconds since then that do not count."""
+    steps: int = 0
+    samples: int = 0
+    counters: Counters = field(default_factory=Counters)
 
 
 def _detached(value: Any) -> Any:

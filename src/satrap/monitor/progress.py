@@ -95,8 +95,8 @@ class Progress:
         """embeddings: source of table rows, staleness and the seconds of each stage in a report.
 
         sinks: None: a Screen on standard error.
-        total_samples: of the whole run; None: a report has the share of the stream's steps, if its source knows how
-            many there are.
+        total_samples: of the whole run, of all trainers; reports have the step at which it ends. None: they have it
+            where the source knows how many samples it has.
         every_seconds: interval of reports; None: the shortest that a sink requests, or else 10; a bar requests 1.
         window: number of recent samples for AUC and normalised entropy.
         record: local folder in which this trainer records the run for `satrap report`, below `records/`; None: the
@@ -116,9 +116,9 @@ class Progress:
         requested = min((getattr(sink, "every_seconds", LINE_SECONDS) for sink in self._sinks), default=LINE_SECONDS)
         self._every: float = requested if every_seconds is None else every_seconds
         self._clock, self._embeddings = clock, embeddings
-        self._end_step: int | None = None
+        self._end_step, self._total_samples = None, total_samples
         now = clock()
-        self._meter = Meter(now, counters=self._counters(), window=window, total_samples=total_samples)
+        self._meter = Meter(now, counters=self._counters(), window=window)
         self._due, self._closed, self._has_warned = now + self._every, False, False
         known: Mapping[str, Any] = embeddings.settings() if isinstance(embeddings, HasSettings) else {}
         file = None if is_trial() else open_record(record, known.get("rank", 0))
@@ -131,7 +131,7 @@ class Progress:
                 clock,
                 window=window,
                 settings=shown,
-                length=None if record is not None else lambda: self._length(total_samples),
+                end_step=None if record is not None else lambda: self._known_end(0),
             )
         observe_transfers(self._on_transfer)
 
@@ -156,10 +156,9 @@ class Progress:
                 require_column(name, getattr(values, "shape", ()))
         if not num_samples:  # a batch that only keeps this trainer in step with others
             loss = labels = scores = None
-        own_step = getattr(self._embeddings, "step", self._meter.last_step + 1)
-        step = getattr(batch, "step", own_step)
-        self._meter.step(step, num_samples, loss, labels, scores)
+        step = self._step_of(batch)
         now = self._clock()
+        self._meter.step(now, step, num_samples, loss, labels, scores)
         if self._record is not None:
             position = getattr(getattr(batch, "inputs", batch), "position", None)
             self._record.step(now, step, num_samples, loss, labels, scores, getattr(position, "epoch", None))
@@ -203,7 +202,7 @@ class Progress:
         self._report(self._clock(), evaluation)
 
     def close(self) -> None:
-        """Report the steps since the last report and close the sinks."""
+        """Report the steps since the last report, with the throughput of all, and close the sinks."""
         try:
             if not self._closed and self._meter.has_news:
                 self._report(self._clock(), is_last=True)
@@ -221,7 +220,7 @@ class Progress:
         self.close() if kind is None else self._close(error)
 
     def _report(self, now: float, evaluation: Mapping[str, Any] | None = None, *, is_last: bool = False) -> None:
-        report = self._meter.report(now, self._counters())
+        report = self._meter.report(now, self._counters(), is_last=is_last)
         report = replace(report, end_step=self._known_end(report.step), **(evaluation or {}))
         if not self._has_warned and (is_last or self._meter.is_full) and (why := self._meter.undefined) is not None:
             self._has_warned = True
@@ -234,8 +233,16 @@ class Progress:
         for sink in self._sinks:
             sink.write(report)
 
+    def _step_of(self, batch: SteppedBatch | ReadBatch | int) -> int:
+        if hasattr(batch, "step"):
+            return int(batch.step)
+        return int(getattr(self._embeddings, "step", self._meter.last_step + 1))
+
     def _known_end(self, step: int) -> int | None:
-        """Return the last step of the stream, of the last one if it has ended."""
+        """Return the last step of the run, or of the stream, of the last one if it has ended."""
+        if self._total_samples is not None:
+            trainers = getattr(self._embeddings, "trainers", None)
+            return self._meter.end_step(self._total_samples / getattr(trainers, "world_size", 1))
         self._end_step = getattr(self._embeddings, "end_step", None) or self._end_step
         return self._end_step if self._end_step is not None and step <= self._end_step else None
 
@@ -247,9 +254,6 @@ class Progress:
                 show(note)
         if self._record is not None:
             self._record.note(note)
-
-    def _length(self, total_samples: int | None) -> dict[str, int | None]:
-        return {"end_step": self._known_end(0), "total_samples": total_samples}
 
     def _counters(self) -> Counters | None:
         return None if self._embeddings is None else self._embeddings.counters()

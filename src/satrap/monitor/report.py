@@ -69,7 +69,10 @@ def _sum_counts(one: Mapping[_Key, _Number], other: Mapping[_Key, _Number]) -> d
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """The numbers of one interval of steps. None or empty: not given. NaN: given, but undefined or not finite."""
+    """The numbers of one interval of steps. None or empty: not given. NaN: given, but undefined or not finite.
+
+    In the last report of a loop, throughput, staleness and stages are those of the whole loop.
+    """
 
     step: int
     """The last step."""
@@ -77,16 +80,16 @@ class Report:
     """Number of samples so far."""
     steps: int = 0
     """Number of steps in the interval."""
-    total_samples: int | None = None
-    """Expected number of samples in the whole run."""
     end_step: int | None = None
-    """The last step of the stream, where its source knows its length."""
+    """The last step: of the stream, where its source knows its length, or as `total_samples` of `Progress` gives it."""
     seconds: float
     """Seconds since the start."""
     samples_per_second: float
-    """Throughput in the interval."""
+    """Throughput in the interval, without evaluations."""
     steps_per_second: float = 0.0
-    """Steps per second in the interval."""
+    """Steps per second in the interval, without evaluations."""
+    mean_steps_per_second: float | None = None
+    """Steps per second since the first step, which give the time left; None: those in the interval do."""
     loss: float | None = None
     """Mean over the interval's steps, at most the last 512."""
     window: int = 0
@@ -198,10 +201,8 @@ def fit(phrases: Sequence[str], columns: int) -> str:
 
 
 def _bar_of(report: Report, columns: int, marks: str) -> list[str]:
-    """Return a bar of how much of the run is done, if the total is known: of the samples that the user expects, or of
-    the stream's steps."""
-    done, total = (report.samples, report.total_samples) if report.total_samples else (report.step, report.end_step)
-    return [drawn_share(min(1.0, done / total), columns, marks)] if total else []
+    """Return a bar of how much of the run is done, if its end is known."""
+    return [drawn_share(min(1.0, report.step / report.end_step), columns, marks)] if report.end_step else []
 
 
 def drawn_share(share: float, columns: int, marks: str) -> str:
@@ -220,12 +221,8 @@ def short(number: float) -> str:
 
 
 def _seconds_left(report: Report) -> float | None:
-    if report.total_samples:
-        left, rate = report.total_samples - report.samples, report.samples_per_second
-    elif report.end_step:
-        left, rate = report.end_step - report.step, report.steps_per_second
-    else:
-        return None
+    left = (report.end_step or 0) - report.step
+    rate = report.steps_per_second if report.mean_steps_per_second is None else report.mean_steps_per_second
     return left / rate if rate > 0 and left > 0 else None
 
 

@@ -64,13 +64,12 @@ class TrainingRecord:
         *,
         window: int,
         settings: Mapping[str, Any],
-        length: Callable[[], Mapping[str, int | None]] | None = None,
+        end_step: Callable[[], int | None] | None = None,
     ) -> None:
         """counters: returns the current counters. settings: what the report shows as settings.
-        length: returns the `end_step` and the `total_samples` of the loop, for the run that shows its progress; None:
-        no run does."""
+        end_step: returns that of the loop, for the run that shows its progress; None: no run does."""
         self._file, self._counters, self._clock = file, counters, clock
-        self._length, self._show_at = length, -math.inf
+        self._end_step, self._show_at = end_step, -math.inf
         self._first_step: int | None = None
         self._note: str | None = None
         self._learning_rates: Mapping[str, float] = {}
@@ -102,7 +101,7 @@ class TrainingRecord:
         self, now: float, step: int, samples: int, loss: Any, labels: Any, scores: Any, epoch: int | None = None
     ) -> None:
         """Record one step, as `Meter.step`. epoch: of its batch; None: not known."""
-        self._meter.step(step, samples, loss, labels, scores)
+        self._meter.step(now, step, samples, loss, labels, scores)
         if epoch != self._epoch and None not in (epoch, self._epoch):
             self._epochs.append(step)
         self._step, self._epoch = step, epoch
@@ -154,10 +153,10 @@ class TrainingRecord:
 
     def _show(self, now: float) -> None:
         """Send the run how far this loop is."""
-        self._show_at = math.inf if self._length is None else now + _SHOWN_SECONDS
-        if self._length is not None:
+        self._show_at = math.inf if self._end_step is None else now + _SHOWN_SECONDS
+        if self._end_step is not None:
             count = {"first": self._first_step, "step": self._step, "samples": self._meter.num_samples}
-            self._file.append(SHOWN, id=self._id, note=self._note, **count, **self._length())
+            self._file.append(SHOWN, id=self._id, note=self._note, **count, end_step=self._end_step())
 
     def _write_interval(self, now: float) -> None:
         report = self._meter.report(now, self._counters())

@@ -21,8 +21,8 @@ from satrap.interrupts import Uninterrupted
 from satrap.monitor.report import Counters
 from satrap.train.batch import InFlightBatch
 from satrap.train.dense_strategy import DenseStrategy
-from satrap.train.gradient_watch import GradientWatch
 from satrap.train.step_lookups import StepLookups, TakenGradients, read_rows
+from satrap.train.training_watch import TrainingWatch
 from satrap.worker.rows import Ids
 from satrap.worker.worker import Worker
 
@@ -45,7 +45,7 @@ class ModuleLookups:
         on_hold: Callable[[list[Tensor]], None],
         *,
         dense: DenseStrategy,
-        watch: GradientWatch,
+        watch: TrainingWatch,
         has_peers: bool,
     ) -> None:
         """dense, watch: the session's.
@@ -144,6 +144,8 @@ class ModuleLookups:
             with Uninterrupted():
                 self._dropped[cause] += 1
                 self._open.forget()
+                self._open.tables.clear()  # that they have no gradient now says nothing of them
+            self._watch.note_dropped(cause)
 
     def counters(self) -> Counters:
         """Return the counters of these lookups so far. All gradients that one step takes count as one batch."""

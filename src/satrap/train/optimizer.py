@@ -17,6 +17,7 @@ GradScaler reads `_step_supports_amp_scaling` and then always calls step(), with
 overflow: an overflowed step changes neither half, and its batches are dropped and counted.
 """
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, Never
@@ -49,7 +50,8 @@ class HybridOptimizer(torch.optim.Optimizer):
         super().__init__(dense.param_groups, dense.defaults)  # the same dicts: a scheduler's lr reaches both
         self.dense = dense
         self.state: defaultdict[Tensor, Any] = dense.state
-        self._session, self._strategy = session, strategy
+        self._session, self._strategy, own = session, strategy, weakref.ref(self)
+        dense.register_step_post_hook(lambda *_: None if (me := own()) is None else me._note_dense_step())
         cycled = {name: dense.defaults[name] for name in ("betas", "momentum") if name in dense.defaults}
         self._tables: list[dict[str, Any]] = [
             {"params": [], "lr": table.optimizer.lr, "table": table.name} | cycled for table in session.features.tables
@@ -89,6 +91,12 @@ class HybridOptimizer(torch.optim.Optimizer):
             for name in ("grad_scale", "found_inf"):
                 self.__dict__.pop(name, None)
             raise
+        finally:
+            self._session.watch.note_joint_step()
+
+    def _note_dense_step(self) -> None:
+        waiting = self._tables[0]["params"]
+        self._session.watch.note_dense_step(lambda: any(leaf.grad is not None for leaf in waiting))
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         loss = None

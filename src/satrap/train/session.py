@@ -25,7 +25,6 @@ from satrap.table.table_group import transfers_of
 from satrap.train.batch import InFlightBatch
 from satrap.train.dense_figures import DenseFigures
 from satrap.train.dense_strategy import DenseStrategy
-from satrap.train.gradient_watch import GradientWatch
 from satrap.train.joint_batches import JointBatches
 from satrap.train.joint_calls import Call
 from satrap.train.ledger import BatchLedger
@@ -36,6 +35,7 @@ from satrap.train.row_state import require_own_rows, require_rows, rows_state
 from satrap.train.step_lookups import read_without_training
 from satrap.train.stream import Stream
 from satrap.train.tracked_sources import TrackedSource, TrackedSources, is_same
+from satrap.train.training_watch import TrainingWatch
 from satrap.worker.rows import Ids
 from satrap.worker.worker import Worker
 
@@ -64,7 +64,7 @@ class TrainingSession:
         """Receives the leaves that wait for a step; None until there is an optimizer."""
         self._held: list[Tensor] = []
         self.figures = DenseFigures()
-        self._watch = GradientWatch(features)
+        self.watch = TrainingWatch(features)
         self.is_training = True
         """Whether the embeddings are in train(), and not in eval()."""
         self.expected_rows: Any = None
@@ -261,10 +261,11 @@ class TrainingSession:
             self.staleness, accumulate=accumulate, deterministic=self.deterministic, last_step=self.step
         )
         inputs, ledger.position = read(tracked)
+        self.watch.begin(data, is_resumed=ledger.position is not None)
         how: dict[str, Any] = {"device": device, "overlap": overlap, "on_hold": self._hold, "dense": self.dense}
         with Uninterrupted():
             self._training_data = data
-            stream = self._training = Stream(inputs, worker, ledger, train=True, watch=self._watch, **how)
+            stream = self._training = Stream(inputs, worker, ledger, train=True, watch=self.watch, **how)
             if tracked is not None:
                 tracked.resume = False
         return stream
@@ -299,7 +300,7 @@ class TrainingSession:
             raise StreamError("no optimizer: call embeddings.optimizer(...) before a module looks up rows for training")
         self._begin_training(joins=self.dense.joins_attempt)
         several = self.trainers.world_size > 1
-        how: dict[str, Any] = {"dense": self.dense, "watch": self._watch, "has_peers": several}
+        how: dict[str, Any] = {"dense": self.dense, "watch": self.watch, "has_peers": several}
         lookups = ModuleLookups(self.worker, self._step, self._hold, **how)
         with Uninterrupted():
             self._training = lookups
@@ -376,7 +377,7 @@ class TrainingSession:
         """Send the collected gradients to the tables."""
         self.require_expected_rows()
         scale /= self.trainers.world_size  # the loss is a mean over what all of them have
-        self._watch.note_batches(self.waiting_batches())
+        self.watch.note_update(self.waiting_batches())
         taken = self._training is not None and self._training.update(dict(lrs), scale)
         if not taken and self.why_untrained:
             raise StreamError(self.why_untrained)

@@ -43,12 +43,12 @@ from satrap.train.ahead_rows import rows_of
 from satrap.train.batch import Batch, InFlightBatch, batch_in_use
 from satrap.train.batch_lookup import BatchLookup
 from satrap.train.dense_strategy import DenseStrategy
-from satrap.train.gradient_watch import GradientWatch
 from satrap.train.joint_batches import JointBatches
 from satrap.train.joint_calls import BatchCalls
 from satrap.train.ledger import BatchLedger, DropTicket, Event, State, Update
 from satrap.train.prefetch_pipeline import PrefetchPipeline
 from satrap.train.step_lookups import StepLookups, read_rows, read_without_training
+from satrap.train.training_watch import TrainingWatch
 from satrap.worker.rows import Ids, RowStream, Ticket
 from satrap.worker.worker import Worker
 
@@ -88,7 +88,7 @@ class Stream(Iterator[Batch]):
         overlap: bool,
         on_hold: Callable[[list[Tensor]], None],
         dense: DenseStrategy | None = None,
-        watch: GradientWatch | None = None,
+        watch: TrainingWatch | None = None,
     ) -> None:
         """inputs: those of a trainer that steps together with others are `JointBatches`.
         on_hold: called with the leaves of the held batches whenever they change."""
@@ -301,9 +301,9 @@ class Stream(Iterator[Batch]):
 
     def _close(self, why: str = "this stream was closed") -> None:
         if self._ended_because is None:
-            skipped = getattr(self._inputs, "skipped_rows", SkippedRows())
-            if self._train and skipped.total > skipped.short:  # short batches are left out by request
-                _LOG.warning("%s", skipped)
+            if self._watch is not None:
+                is_empty = self._ledger.has_ended and not self._ledger.num_returned
+                self._watch.note_end(getattr(self._inputs, "skipped_rows", SkippedRows()), is_empty=is_empty)
             with Uninterrupted():
                 self._ended_because = why
                 self._drop_all(why)
@@ -448,8 +448,8 @@ class Stream(Iterator[Batch]):
             return
         for batch in batches:
             batch.drop(f"step {batch.step}: its batch was dropped: {why or _REASONS[cause]}")
-        if self._watch is not None and cause == "unused":
-            self._watch.note_batches(batches)
+        if self._watch is not None:
+            self._watch.note_dropped(cause, batches)
         for action in self._pipeline.handle(Event.SETTLED, *batches, cause=cause):
             if isinstance(action, DropTicket):
                 if (ticket := action.batch.take_ticket()) is not None:

@@ -71,7 +71,7 @@ def test_blanks_around_ids_are_stripped_where_the_source_does_so() -> None:
     plan = plan_of(texts)
     assert plan.columns[1].why == "40 ids separated by ','; dim 16" and plan.columns[1].profile.has_blanks
     typed = plan_of(texts, is_typed=True)
-    assert not typed.features[0].is_bag and "texts of 80 parts separated by ','" in next(typed.hints())
+    assert not typed.features[0].is_bag and "texts made of 80 parts, separated by ','" in next(typed.hints())
 
 
 ONE_ID: dict[str, Maker] = {
@@ -117,8 +117,8 @@ def test_a_doubt_is_said_and_an_option_decides(kind: str) -> None:
     assert not any(feature.is_bag for feature in plan.features)
     option = f"x={separator}" if separator == "," else f"'x={separator}'"
     assert list(plan.hints()) == [
-        f"(x has {len(set(texts)):,} texts of {num_ids} parts separated by {separator!r}; if they are lists of ids: "
-        f"--split {option})"
+        f"(x has {len(set(texts)):,} texts made of {num_ids} parts, separated by {separator!r}; for an embedding of "
+        f"each part instead of each text: --split {option})"
     ]
     decided = plan_of(texts, split={"x": separator})
     assert decided.columns[1].why == f"{num_ids} ids separated by {separator!r}; dim 16" and not list(decided.hints())

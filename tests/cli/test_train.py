@@ -325,7 +325,7 @@ def test_a_converted_file_has_the_columns_of_the_text(
     )
     assert main(["train", str(path), "--script", str(tmp_path / "text.py")]) == 0
     shown = capsys.readouterr().out
-    assert "(day holds times as text; from a Parquet file, its weekday are ids)" in shown
+    assert "(day holds times as text; from a Parquet file, its weekday is an id)" in shown
     run(tmp_path, sys.executable, *conversion_in(shown))
     assert main(["train", f"{path}.parquet", "--script", str(tmp_path / "typed.py")]) == 0
     text, typed = table_in(shown), table_in(capsys.readouterr().out)

@@ -261,6 +261,10 @@ def test_a_bar_ends_with_the_stream_and_continues_after_a_resume(tmp_path: Path)
                 if batch.step == stop_at:
                     run.save()
                     break
+            if stop_at is not None:
+                run.resume()  # which ends the stream early
+                progress.report_evaluation(stop_at, {"auc": 0.5})
+                assert sink.reports.pop().end_step is None
         embeddings.close()
         shown += [(report.step, report.end_step) for report in sink.reports]
     assert [end for _, end in shown] == [13] * len(shown)

@@ -134,9 +134,9 @@ def test_what_is_no_score_or_label_of_each_sample_is_named() -> None:
         InputError, match=r"TwoTower\(batch.dense, .*\) returned a tuple; expected a tensor.*give score="
     ):
         satrap.evaluate(towers, ours.stream(DATA))
-    for name, convert in (("score", torch.Tensor.tolist), ("label", torch.Tensor.numpy)):
-        options: dict[str, Any] = {name: lambda batch, convert=convert: convert(batch.label)}
-        with pytest.raises(InputError, match=f"evaluate: {name} returned a (list|ndarray); expected a tensor"):
+    for name in ("score", "label"):
+        options: dict[str, Any] = {name: lambda batch: batch.label.tolist()}
+        with pytest.raises(InputError, match=f"evaluate: {name} returned a list; expected a tensor"):
             satrap.evaluate(Sum(), ours.stream(DATA), **options)
 
 

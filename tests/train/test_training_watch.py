@@ -91,6 +91,14 @@ def test_zeros_at_the_start_unused_batches_and_evaluation_are_no_reason() -> Non
             _ = batch.embeddings
 
 
+@pytest.mark.parametrize("staleness", [0, 4])
+def test_a_loop_that_uses_no_rows_is_warned_of_once(staleness: int) -> None:
+    text = r"no loss has used the rows of the stream's last 20 batches .*, so no table is trained"
+    with logged("satrap.train", text) as records:
+        train_with(lambda batch: torch.ones(len(batch), 2), staleness=staleness, passes=2)
+    assert len(records) == 1
+
+
 @pytest.mark.parametrize("is_detached", [True, False])
 @pytest.mark.parametrize("prefetches", [True, False])
 def test_rows_of_modules(*, is_detached: bool, prefetches: bool) -> None:

@@ -416,7 +416,8 @@ class Checkpoint:
         if lines:
             raise CheckpointError(
                 f"{entry.where}: its position is of a source that is read differently: {'; '.join(lines)}; "
-                "declare the source as before, or leave it out of Checkpoint(...) to start from its beginning"
+                "declare the source as before, leave it out of Checkpoint(...) to start from its beginning, or use "
+                "another folder if this is another run"
             )
 
     def _state(self, trainers: list[Any]) -> dict[str, Any]:

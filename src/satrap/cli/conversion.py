@@ -21,8 +21,9 @@ def conversion_lines(plan: ColumnPlan, source: CSV, missing: Sequence[str]) -> I
     text nor decimal commas. missing: further texts that stand for a missing value, beside the plan's."""
     times = [column.profile for column in plan.columns if column.why.startswith(TEXT_TIME)]
     for profile in times:
-        parts = " and its ".join(parts_of_time(profile))
-        yield f"({profile.name} holds times as text; from a Parquet file, its {parts} are ids)"
+        parts = [*parts_of_time(profile)]
+        ids = " and its ".join(parts) + (" are ids" if len(parts) > 1 else " is an id")
+        yield f"({profile.name} holds times as text; from a Parquet file, its {ids})"
     commas = dict(decimal_commas(plan))
     for name, number in commas.items():
         yield f"({name} is text, since it has decimal commas as in {number!r}; from a Parquet file, it is numbers)"

@@ -17,7 +17,7 @@ import numpy as np
 
 from satrap import _core
 from satrap.cli.options import in_options
-from satrap.cli.train_plan import described_lists, list_hint
+from satrap.cli.train_plan import described_lists, list_hint, require_lists
 from satrap.config.columns import IdColumn
 from satrap.config.cores import num_cores
 from satrap.config.tables import Table
@@ -133,7 +133,11 @@ def _profiles(source: FileSource, ids: Sequence[str], split: Mapping[str, str]) 
     available, is_typed = column_names(source), not isinstance(source, CSV)
     names = [name for name in ids if name in available]
     rows = sample_rows(source, names, _SAMPLED_ROWS) if names else {}
-    return [profile_column(name, rows[name], is_typed=is_typed, separator=split.get(name)) for name in names]
+    profiles = [profile_column(name, rows[name], is_typed=is_typed, separator=split.get(name)) for name in names]
+    for profile in profiles:
+        if profile.name in split:
+            require_lists(profile)
+    return profiles
 
 
 def _with_lists(source: FileSource, profiles: Sequence[ColumnProfile]) -> FileSource:

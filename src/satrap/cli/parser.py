@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from satrap.cli.completion import add_completion
 from satrap.cli.import_command import add_import
@@ -80,6 +80,14 @@ class _CommandParser(argparse.ArgumentParser):
             self._refuse(unknown, "")
         return namespace, []
 
+    def error(self, message: str) -> NoReturn:
+        """Say how words became those of an option, if others are missing, and end the process."""
+        if message.endswith("are required: FILES") and any(
+            option.nargs == "+" for option in self._option_string_actions.values()
+        ):
+            message += " (put them first: an option such as --ids takes all words after it)"
+        super().error(message)
+
     def _refuse(self, unknown: Sequence[str], hint: str) -> None:
         if self.prog.split()[-1] in ("run", "trainer", "plan"):
             hint += "; put the script's own arguments after --"
@@ -108,8 +116,8 @@ def _add_run(commands: Commands) -> None:
         usage="satrap run SCRIPT [options] [-- ARGUMENTS]",
         description="Run a training script in one or more trainers, with parameter servers and optional workers, until "
         "the script has ended. A process that fails is restarted; if a trainer fails, all trainers restart and the "
-        "script resumes from its last checkpoint. The exit status is the script's. Ctrl-C stops the run; the same "
-        "command resumes it.",
+        "script resumes from its last checkpoint, but a script that fails within a minute of its first start ends the "
+        "run. The exit status is the script's. Ctrl-C stops the run; the same command resumes it.",
         epilog="Example: satrap run train.py --servers 2 --trainers 2 -- --epochs 3",
     )
     run.add_argument("script", metavar="SCRIPT", help="Python file to run; it receives the arguments after --")

@@ -6,6 +6,7 @@ The script is all that trains, so the command and the script give the same bits.
 """
 
 import argparse
+import os
 import shlex
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from satrap.cli.train_plan import (
     plan_columns,
 )
 from satrap.cli.train_script import ScriptSettings, write_script
-from satrap.config.location import Location
+from satrap.config.location import GLOB_CHARACTER, Location
 from satrap.config.validation import check_integer
 from satrap.data.column_profile import ColumnProfile, clean_values, labels_of, profile_column, reveals_label, value_at
 from satrap.data.delimited import CSV
@@ -125,7 +126,8 @@ def train_model(options: argparse.Namespace) -> Iterator[str]:
     script.write_text(write_script(plan, settings))
     command = shlex.join(["python", str(script)])
     if options.script is not None:
-        yield f"{script}: written; run it with: {command} (on servers: {shlex.join(['satrap', 'run', str(script)])})"
+        on_servers = shlex.join(["satrap", "run", str(script), *_outside(script, options)])
+        yield f"{script}: written; run it with: {command} (on servers: {on_servers})"
         return
     yield f"{script}: written, and running: a DCN, then a logistic regression"
     passes = "1 pass" if settings.epochs == 1 else f"{settings.epochs} passes"
@@ -161,13 +163,25 @@ def _check_options(options: argparse.Namespace) -> None:
 
 def _require_new_folder(options: argparse.Namespace) -> None:
     out, script = options.out, options.out / "train.py"
-    if options.script is not None or not out.exists() or (out.is_dir() and not any(out.iterdir())):
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
     is_same = script.is_file() and all(f'"{file}"' in script.read_text() for file in options.files)
     resume = f", or continue its run: {shlex.join(['python', str(script)])}" if is_same else ""
     raise ConfigError(
         f"the folder {out} (--out) exists and is not empty; expected a new one: name another with --out{resume}"
     )
+
+
+def _outside(script: Path, options: argparse.Namespace) -> list[str]:
+    """Return the options of `satrap run` that let workers read data outside the script's folder."""
+    folders: dict[str, None] = {}
+    for path in (*options.files, *([options.test] if options.test else [])):
+        base = GLOB_CHARACTER.split(path, maxsplit=1)[0]
+        folder = base if os.path.isdir(base) else os.path.dirname(base) or "."
+        is_url = bool(Location.parse(path).scheme)
+        if is_url or not Path(folder).resolve().is_relative_to(script.parent.resolve()):
+            folders[folder] = None
+    return [word for folder in folders for word in ("--data", folder)]
 
 
 def _infer(source: FileSource, path: Any, options: argparse.Namespace) -> tuple[ColumnPlan, ScriptSettings, int]:

@@ -146,8 +146,19 @@ def list_hint(profile: ColumnProfile) -> Iterator[str]:
     if lists is not None and not lists.is_sure:
         option = shlex.quote(f"{profile.name}={lists.separator}")
         yield (
-            f"({profile.name} has {profile.num_distinct:,} texts of {lists.num_ids:,} parts separated by "
-            f"{lists.separator!r}; if they are lists of ids: --split {option})"
+            f"({profile.name} has {profile.num_distinct:,} texts made of {lists.num_ids:,} parts, separated by "
+            f"{lists.separator!r}; for an embedding of each part instead of each text: --split {option})"
+        )
+
+
+def require_lists(profile: ColumnProfile) -> None:
+    """Raise ConfigError if --split names the column, and it has no texts with that separator."""
+    if profile.kind != "text":
+        raise ConfigError(f"--split: column {profile.name!r} is of kind {profile.kind!r}; expected text that lists ids")
+    if profile.lists is not None and not profile.lists.is_found:
+        raise ConfigError(
+            f"--split: no text of column {profile.name!r} has {profile.lists.separator!r}; expected the character "
+            "between its ids: correct it, or leave the option out to have it inferred"
         )
 
 
@@ -304,8 +315,7 @@ def _check_overrides(profiles: Mapping[str, ColumnProfile], overrides: Overrides
             shown = repr(values[0]) if values else "no value"
             raise ConfigError(f"--numbers: column {name!r} holds {shown}; expected numbers in every row{hint}")
     for name in overrides.split:
-        if (kind := profiles[name].kind) != "text":
-            raise ConfigError(f"--split: column {name!r} is of kind {kind!r}; expected text that lists ids")
+        require_lists(profiles[name])
     for name in overrides.ids:
         kind = profiles[name].kind
         if (kind in ("time", "flag", "real") and profiles[name].is_typed) or kind in ("other", "empty"):

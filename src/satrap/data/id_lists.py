@@ -36,6 +36,8 @@ class IdLists:
     """Whether some have blanks around them."""
     is_sure: bool = True
     """Whether the texts are lists without doubt, or the user said so."""
+    is_found: bool = True
+    """Whether any text has the separator."""
 
 
 def find_lists(texts: Any, *, strips: bool) -> IdLists | None:
@@ -59,8 +61,10 @@ def find_lists(texts: Any, *, strips: bool) -> IdLists | None:
 
 def lists_by(texts: Any, separator: str, *, strips: bool) -> IdLists:
     """Return the lists in an Arrow array of the distinct texts of a column, by a separator that the user gave."""
+    compute = pyarrow_for("reading data").compute
     ids, has_blanks = _distinct(_items(texts, separator), strips)
-    return IdLists(separator=separator, num_ids=len(ids), has_blanks=has_blanks)
+    is_found = bool(compute.any(compute.match_substring(texts, separator)).as_py())
+    return IdLists(separator=separator, num_ids=len(ids), has_blanks=has_blanks, is_found=is_found)
 
 
 def _judged(texts: Any, separator: str, strips: bool) -> IdLists | None:

@@ -15,7 +15,7 @@ Runs = Mapping[str, RunRecords]
 Bars = dict[str, tuple[float, str]]
 """The value of each category, and the text in the further column."""
 _MAX_STALENESS, _MAX_CHARTS = 24, 24
-_WITHOUT = "No {} recorded: no step was reported to a Progress that has the embeddings."
+_WITHOUT = "No {} recorded: a Progress with the embeddings records them, some only for the batches of a stream."
 _NO_METRIC = "No evaluation was recorded: satrap.Validation reports one, or Progress.report_evaluation."
 
 

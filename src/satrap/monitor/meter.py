@@ -30,7 +30,7 @@ class Meter:
         self._first: _Mark | None = None  # the end of the first step
         self._window = Window(window)
         self._window_size = window
-        self._step = self._num_steps = self._samples = self._last_samples = 0
+        self._step = self._num_steps = self._num_whole = self._samples = self._last_samples = 0
         self._waiting: deque[tuple[Any, Any, int]] = deque()  # unread labels and scores, and their samples
         self._num_waiting = 0
         self._start_interval()
@@ -55,8 +55,8 @@ class Meter:
     def end_step(self, total_samples: float) -> int | None:
         """Return the step at which all steps have so many samples; None before the first. The last step so far may be
         short, so it only counts if there is no other."""
-        whole = self._num_steps > 1
-        samples, steps = self._samples - whole * self._last_samples, self._num_steps - whole
+        several = self._num_whole > 1
+        samples, steps = self._samples - several * self._last_samples, self._num_whole - several
         return max(self._step, math.ceil(total_samples * steps / samples - 1e-9)) if samples else None
 
     @property
@@ -80,7 +80,9 @@ class Meter:
         """Record one step that has ended. This is the hot path: it keeps references and adds integers."""
         self._step = step
         self._samples += samples
-        self._last_samples = samples
+        if samples:  # a batch without samples keeps this trainer in step with others
+            self._last_samples = samples
+            self._num_whole += 1
         self._num_steps += 1
         if self._first is None:
             self._first = _Mark(at=now, steps=1, samples=samples)

@@ -131,7 +131,7 @@ class Progress:
                 clock,
                 window=window,
                 settings=shown,
-                end_step=None if record is not None else lambda: self._known_end(0),
+                end_step=None if record is not None else self._last_step,
             )
         observe_transfers(self._on_transfer)
 
@@ -221,7 +221,7 @@ class Progress:
 
     def _report(self, now: float, evaluation: Mapping[str, Any] | None = None, *, is_last: bool = False) -> None:
         report = self._meter.report(now, self._counters(), is_last=is_last)
-        report = replace(report, end_step=self._known_end(report.step), **(evaluation or {}))
+        report = replace(report, end_step=self._end_after(report.step), **(evaluation or {}))
         if not self._has_warned and (is_last or self._meter.is_full) and (why := self._meter.undefined) is not None:
             self._has_warned = True
             warnings.warn(
@@ -238,13 +238,19 @@ class Progress:
             return int(batch.step)
         return int(getattr(self._embeddings, "step", self._meter.last_step + 1))
 
-    def _known_end(self, step: int) -> int | None:
-        """Return the last step of the run, or of the stream, of the last one if it has ended."""
+    def _last_step(self) -> int | None:
+        """Return the last step of the run, or of the stream, of the last one if it has ended; None: not known."""
         if self._total_samples is not None:
             trainers = getattr(self._embeddings, "trainers", None)
             return self._meter.end_step(self._total_samples / getattr(trainers, "world_size", 1))
         self._end_step = getattr(self._embeddings, "end_step", None) or self._end_step
-        return self._end_step if self._end_step is not None and step <= self._end_step else None
+        return self._end_step
+
+    def _end_after(self, step: int) -> int | None:
+        """Return the last step, if this step leads to it, and not after a stream that was left early."""
+        end_step = self._last_step()
+        is_left = self._total_samples is None and getattr(self._embeddings, "end_step", None) is None
+        return None if end_step is None or step > end_step or (is_left and step < end_step) else end_step
 
     def _on_transfer(self, kind: str, figures: Mapping[str, Any] | None) -> None:
         """Show how far a save is, from any thread."""

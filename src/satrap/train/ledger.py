@@ -473,7 +473,7 @@ class BatchLedger(Generic[Record]):
             if num_returned < self.accumulate and not self.has_ended and not has_no_other():
                 raise StreamError(
                     f"step {step}: optimizer.step() after {num_returned} of {self.accumulate} batches; call it after "
-                    "each batch whose completes_step is True, or change stream(accumulate=...)"
+                    "each batch whose completes_step is True, or change accumulate="
                 )
 
     def completes_step(self, batch: Record, has_no_other: Callable[[], bool]) -> bool:

@@ -379,6 +379,8 @@ class TrainingSession:
         scale /= self.trainers.world_size  # the loss is a mean over what all of them have
         self.watch.note_update(self.waiting_batches())
         taken = self._training is not None and self._training.update(dict(lrs), scale)
+        if self._training is not None:
+            self.watch.note_step(has_rows=taken)
         if not taken and self.why_untrained:
             raise StreamError(self.why_untrained)
         if not taken and not self.is_training:

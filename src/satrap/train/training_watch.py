@@ -26,6 +26,10 @@ _UNTAKEN = (
     "optimizer.zero_grad() between backward() and optimizer.step(), or the step() of another optimizer in its place: "
     "optimizer.dense.step(), or that of the torch optimizer that embeddings.optimizer(...) was given"
 )
+_UNUSED = (
+    "no loss has used the rows of the stream's last %d batches (batch.embeddings, or batch[name] of a feature), so no "
+    "table is trained"
+)
 _NO_SAMPLES = "nothing was trained on: there are no samples%s; expected at least one: train on more or other data"
 
 
@@ -36,7 +40,7 @@ class TrainingWatch:
         self._features = features
         self._missed = {table.name: 0 for table in features.tables if table.frozen is not True}
         """Number of lookups of each trainable table of which no gradient is known yet."""
-        self._num_dropped = self._num_alone = 0
+        self._num_dropped = self._num_alone = self._num_idle = 0
         self._has_warned = False  # that no step takes gradients
         self._selection = ""
         self._is_resumed = False
@@ -60,6 +64,12 @@ class TrainingWatch:
     def _described(self, table: str) -> str:
         names = [repr(name) for name, feature in self._features.items() if feature.table.name == table]
         return f"table {table!r} (feature{'s' * (len(names) > 1)} {', '.join(names)})"
+
+    def note_step(self, *, has_rows: bool) -> None:
+        """Note a step while a stream is open. has_rows: whether it updated rows."""
+        self._num_idle = 0 if has_rows else self._num_idle + 1
+        if self._num_idle == _STEPS:
+            _LOG.warning(_UNUSED, _STEPS)
 
     def note_update(self, batches: Collection[InFlightBatch]) -> None:
         """Note the batches that a step takes."""
@@ -89,8 +99,10 @@ class TrainingWatch:
 
     # -- gradients that no step takes ----------------------------------------------------------------------------------
 
-    def note_dropped(self, cause: str, batches: Iterable[InFlightBatch] = ()) -> None:
+    def note_dropped(self, cause: str, batches: Collection[InFlightBatch] = ()) -> None:
         """Note batches, or gradients of modules, that were dropped together."""
+        if cause != "unused" or any(batch.is_used for batch in batches):
+            self._num_idle = 0
         if cause == "unused":
             self._note_batches(batches)
         elif cause == "zero_grad":

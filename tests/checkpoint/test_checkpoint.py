@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from checkpoint_job import NUM_IDS, Job, Source, names, run_killed, same, uninterrupted
 from logged import logged, received
@@ -200,9 +201,7 @@ def test_a_replaced_source_is_refused_where_its_position_would_be_lost(tmp_path:
     for other in (data.replace(seed=1), data.replace(seed=1).replace(seed=2)):
         with pytest.raises(StreamError, match=r"is a replace\(\) of the one passed to Checkpoint\(\.\.\.\)"):
             embeddings.stream(other)
-    with logged("satrap.train", match=r"reads another source than the one passed to Checkpoint\(\.\.\.\)"):
-        embeddings.stream(IterableSource(batches(4))).close()
-    embeddings.stream(IterableSource(batches(4))).close()  # said once
+    embeddings.stream(IterableSource(batches(4))).close()  # data without a checkpoint
     embeddings.stream(data).close()
     embeddings.eval()
     embeddings.stream(data.replace(seed=1)).close()
@@ -231,6 +230,25 @@ def test_an_equal_source_is_the_one_passed_to_the_checkpoint(tmp_path: Path, is_
                 break
         run.save()
     assert trained == [user for batch in source().batches(["user"]) for user in batch.values.tolist()]
+
+
+@pytest.mark.parametrize("data", [batches(4), IterableSource(batches(4)), DataLoader(range(4))])  # type: ignore[arg-type]
+def test_data_that_no_stream_has_read_is_warned_of_once(tmp_path: Path, data: Any) -> None:
+    embeddings, model, optimizer = job()
+    run = Checkpoint(tmp_path / "run", model, optimizer, embeddings, data)
+    run.save()
+    with logged("satrap.train", match=r"no stream has read the data passed to Checkpoint\(\.\.\.\)") as records:
+        for batch in embeddings.stream(batches(3)):
+            loss_of(model, batch).backward()
+            optimizer.step()
+            run.save()
+    assert len(records) == 1
+    embeddings, model, optimizer = job()
+    run = Checkpoint(tmp_path / "other", model, optimizer, embeddings, batches(3))
+    for batch in embeddings.stream(run._data):
+        loss_of(model, batch).backward()
+        optimizer.step()
+        run.save()
 
 
 @pytest.mark.parametrize("kind", ["str", "Path", "Stream"])

@@ -150,6 +150,7 @@ class Checkpoint:
             if self._session.trainers.world_size == 1 and self._running is not None and self._running.done():
                 self._settle()
             return False
+        self._session.note_save(self._data)
         if (joint := self._session.joint) is not None:
             joint.save()
         while not self._save_together(every_steps, best, wait):

@@ -177,7 +177,7 @@ class Reader:
 
     def load_model(self, model: torch.nn.Module) -> None:
         """Copy the dense parameters and buffers of the checkpoint into `model`, which must be built like the trained
-        model.
+        model. A model whose modules look rows up, such as a converted one, resumes its `Checkpoint` instead.
 
         For the model of a live run, open the folder of its checkpoints: a Reader of servers has rows only.
         """

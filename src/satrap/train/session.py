@@ -175,6 +175,11 @@ class TrainingSession:
         tracked = self._tracked.find(data)
         return None if tracked is None else tracked.position
 
+    def note_save(self, data: Any) -> None:
+        """Note that a checkpoint is saved, with the position in this data."""
+        if self.step > 0 and not is_same(self._training_data, data):
+            self._tracked.note_save(data)
+
     def end_streams(self) -> None:
         """End all streams before their rows are replaced; submitted updates are applied."""
         for stream in list(self._evaluations):

@@ -46,23 +46,26 @@ class TrackedSources:
         return tracked
 
     def begin(self, data: Any) -> TrackedSource | None:
-        """Return the tracked source that a training stream over `data` reads. None if there is none: then its position
-        will not be saved, which is an error where a checkpoint has a source that `data` was derived from, and else
-        worth a warning if checkpoints only have sources that no stream has read."""
-        tracked = self.find(data)
-        others = [other for other in self._sources if other.data is not None]
-        if tracked is None and any(getattr(data, "origin", None) == id(other.data) for other in others):
+        """Return the tracked source that a training stream over `data` reads. None if there is none: its position will
+        not be saved, which is an error where a checkpoint has a source that `data` was derived from."""
+        if (tracked := self.find(data)) is not None:
+            tracked.is_read = True
+        elif any(getattr(data, "origin", None) == id(other.data) for other in self._sources if other.data is not None):
             raise StreamError(
                 "this source is a replace() of the one passed to Checkpoint(...), so its position would not be saved: "
                 "stream the source itself (epochs=N with shuffle=True reads it in another order each time, path= "
                 "takes a list), or create the Checkpoint without a source and start each stream where you want it"
             )
-        if tracked is not None:
-            tracked.is_read = True
-        elif others and not self._has_warned and not any(other.is_read for other in others):
-            self._has_warned = True
-            _LOG.warning(
-                "this stream reads another source than the one passed to Checkpoint(...): checkpoints do not save its "
-                "position, and a resumed run reads it from its beginning; pass Checkpoint the source that you stream"
-            )
         return tracked
+
+    def note_save(self, data: Any) -> None:
+        """Warn once of a checkpoint after the first step whose data no stream has read."""
+        tracked = self.find(data)
+        if data is None or tracked is None or tracked.is_read or tracked.position is not None or self._has_warned:
+            return
+        self._has_warned = True
+        _LOG.warning(
+            "no stream has read the data passed to Checkpoint(...), so the checkpoint has no position in it, and a "
+            "resumed run reads its data from the beginning: pass the source that you stream or the loader of "
+            "embeddings.prefetch(...), or no data"
+        )

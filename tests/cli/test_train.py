@@ -388,3 +388,19 @@ def test_the_guide_has_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     guide = (Path(__file__).parents[2] / "docs/training.md").read_text().partition("\n## Declare tables")[0]
     options = set(re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE))
     assert len(options) > 10 and options <= set(re.findall(r"--[a-z-]+", guide))
+
+
+def test_the_command_for_servers_permits_data_outside_the_folder_of_the_script(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (data := tmp_path / "data").mkdir()
+    write(data, "csv", clicks(200))
+    monkeypatch.chdir(tmp_path)
+    for given, script, permitted in (
+        ("data/clicks.csv", "a.py", ""),
+        ("data/clicks.csv", "scripts/b.py", " --data data"),
+        (f"{data}/*.csv", "scripts/c.py", f" --data {data}/"),
+        (str(data), "data/d.py", ""),
+    ):
+        assert main(["train", given, "--script", script]) == 0
+        assert f"(on servers: satrap run {script}{permitted})" in capsys.readouterr().out

@@ -54,6 +54,14 @@ def test_files_that_cannot_be_trained_on(
             "(--out) exists and is not empty; expected a new one: name another with",
         ),
         (["clicks.csv", "--script", "clicks.csv"], "exists; expected a new file"),
+        (
+            ["clicks.csv", "--script", "new.py", "--out", "a run"],
+            "exists and is not empty; expected a new one: name another",
+        ),
+        (
+            ["clicks.csv", "--split", "item=;"],
+            "--split: no text of column 'item' has ';'; expected the character between",
+        ),
         (["clicks.csv", "--test", "other.csv"], "other.csv has no column 'user_id'"),
         (["clicks.csv", "--test", "clicks.parquet"], "is of another format"),
         (["clicks.csv", "--test", "empty.csv"], "empty.csv: found no rows; expected at least one"),
@@ -129,3 +137,11 @@ def test_a_script_that_fails_is_an_error(
     error = capfd.readouterr().err
     assert "column 'click' holds '7'; expected 0 or 1" in error and "train.py ended with status 1" in error
     assert (out / "checkpoint").is_dir() and not (out / "finished").exists()
+
+
+def test_files_that_an_option_took_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "--ignore", "day", "clicks.csv"])
+    assert (
+        "required: FILES (put them first: an option such as --ids takes all words after it)" in capsys.readouterr().err
+    )

@@ -192,6 +192,11 @@ class JointBatches(Iterator[Inputs]):
         """Compare an evaluation by trainer 0, for which the others wait."""
         self._compare(Call.EVALUATE, self._returned, self._last_step)
 
+    def resume(self) -> None:
+        """Compare a resume, if another trainer may still be in its loop."""
+        if self.may_be_awaited:
+            self._compare(Call.RESUME, self._returned, self._last_step)
+
     @property
     def may_be_awaited(self) -> bool:
         """Whether another trainer may still be in its loop."""
@@ -202,6 +207,14 @@ class JointBatches(Iterator[Inputs]):
         with Uninterrupted():
             self._compare(Call.LEAVE, self._returned, self._last_step)
             self._is_alone = True
+
+    def announce_end(self) -> None:
+        """Send the end of the script to trainers that may still be in their loops, which raise, and wait for none. No
+        call after this is compared."""
+        if self.may_be_awaited:
+            with Uninterrupted():
+                self._send(Call.LEAVE, self._returned, self._last_step)
+                self._is_alone = True
 
     def part(self) -> None:
         """Compare no other call: this trainer has had an error."""

@@ -98,6 +98,7 @@ def _wait_for_others(group: Any) -> None:
     try:
         dist.all_reduce(torch.zeros(1), group=group)
     except RuntimeError as error:
+        run_exit_hooks()  # raise what that one raised, if this trainer had left a loop before it
         raise StreamError(
             "this trainer is at the end of its script, and another one failed: its own error says why"
         ) from error

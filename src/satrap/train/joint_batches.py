@@ -94,6 +94,7 @@ class JointBatches(Iterator[Inputs]):
         self._next_shapes: tuple[int, list[BatchShape]] = (0, [])  # a number, and the shape in each trainer
         self._error: str | None = None
         self._is_alone = False  # compares no more calls
+        self._has_announced = False  # that the script has ended
         self.is_stopped = False
         """Whether no trainer has another batch."""
         self.is_last = False
@@ -210,11 +211,13 @@ class JointBatches(Iterator[Inputs]):
 
     def announce_end(self) -> None:
         """Send the end of the script to trainers that may still be in their loops, which raise, and wait for none. No
-        call after this is compared."""
-        if self.may_be_awaited:
-            with Uninterrupted():
+        call after this is compared. A second call, once another trainer has failed, raises the same StreamError."""
+        with Uninterrupted():
+            if self.may_be_awaited:
                 self._send(Call.LEAVE, self._returned, self._last_step)
-                self._is_alone = True
+                self._is_alone = self._has_announced = True
+            elif self._has_announced:
+                self._compare(Call.LEAVE, self._returned, self._last_step)
 
     def part(self) -> None:
         """Compare no other call: this trainer has had an error."""

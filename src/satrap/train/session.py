@@ -443,8 +443,9 @@ class TrainingSession:
 
     def _end_script(self) -> None:
         """Let the other trainers raise, if they are still in a loop that this trainer has left."""
-        if self.joint is not None and self.joint.may_be_awaited:
-            self.worker.settle()  # before another trainer may wait for this one
+        if self.joint is not None:
+            if self.joint.may_be_awaited:
+                self.worker.settle()  # before another trainer may wait for this one
             self.joint.announce_end()
 
     def _finish(self) -> None:

@@ -114,8 +114,8 @@ def require_same(calls: Sequence[JointCall]) -> None:
     rest = ", and ".join(_clause(ranks, calls[ranks[0]]) for _, ranks in others)
     raise StreamError(
         f"step {first.step}: {_clause(ranks, first)}, but {rest}. In each of these calls trainers wait for each other: "
-        "all of them must use and step the same batches, or leave out the same ones, and save, evaluate, resume and end "
-        "their loops after the same step. Correct the loop, and start all trainers again, from the last checkpoint"
+        "all of them must use and step the same batches, or leave out the same ones, and save, evaluate, resume and "
+        "end their loops after the same step. Correct the loop, and start all trainers again, from the last checkpoint"
     )
 
 

@@ -100,6 +100,6 @@ def register_exit_hook(hook: Callable[[], None]) -> None:
 
 
 def run_exit_hooks() -> None:
-    """Run the hooks. Called when the script has ended."""
+    """Run the hooks. Called when the script has ended, and again if another trainer has failed since."""
     for hook in _before_end:
         hook()

@@ -314,6 +314,7 @@ def test_saves_and_evaluations_in_the_loop(trainers: Trainers, tmp_path: Path, n
         ),
         ("ends", "trainer 0 uses the batch of step 3, but trainer 1 ends its stream"),
         ("saves", "trainer 0 uses the batch of step 3, but trainer 1 saves a checkpoint"),
+        ("resumes", "trainer 0 uses the batch of step 3, but trainer 1 resumes a checkpoint"),
         ("evaluates", "trainer 0 uses the batch of step 3, but trainer 1 evaluates"),
     ],
 )

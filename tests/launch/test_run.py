@@ -354,6 +354,17 @@ def test_an_unwrapped_model_is_refused(tmp_path: Path) -> None:
     assert "so their models would diverge: wrap the model before creating the optimizer" in err
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_trainer_that_ends_its_script_in_the_loop_of_the_others_is_named_by_all(tmp_path: Path, rank: int) -> None:
+    leaves = f"        if (embeddings.trainers.rank, embeddings.step) == ({rank}, 3):\n            return\n"
+    clear = "        optimizer.zero_grad()\n"
+    script = write_changed_job(tmp_path, (clear, leaves + clear))
+    status, _, err = run_to_its_end(tmp_path, script, "--trainers", "2", arguments=(str(tmp_path), "40", "4"))
+    assert status == 1
+    logs = [(tmp_path / "run" / "logs" / f"trainer-{each}.log").read_text() for each in (0, 1)]
+    assert all(re.search(rf"StreamError: step 4: .*trainer {rank} ends its stream", log) for log in logs), (err, logs)
+
+
 def test_a_checkpoint_that_only_some_trainers_see_is_an_error(tmp_path: Path) -> None:
     script = write_changed_job(tmp_path, ('"checkpoints"', 'f"{embeddings.trainers.rank}/checkpoints"'))
     for attempt in (1, 2):

@@ -220,6 +220,8 @@ def differ(job: dict[str, Any], rank: int) -> dict[str, Any]:
                     continue
                 if here and way == "saves":
                     run.save()
+                if here and way == "resumes":
+                    run.resume("best")
                 if here and way == "evaluates":
                     Validation(model, embeddings, batches(1)).step()
                 if here and way == "ends":

@@ -40,12 +40,14 @@ def test_calls_differ_by_their_kind_and_batch(calls: list[JointCall]) -> None:
     assert sum(named.count(what) for what in ("trainer ", "trainers ")) == len(made)
 
 
-def make_calls(joint: JointBatches, joint_size: int, loop: list[str], left_out: int | None, read_ahead: int) -> str:
+def make_calls(
+    joint: JointBatches, joint_size: int, loop: list[str], ends: str, left_out: int | None, read_ahead: int
+) -> str:
     """Make the calls of a loop but one; return the error."""
     batch: Any = None
     read: deque[Inputs] = deque()
     try:
-        for number, what in enumerate([*loop, "leave"]):
+        for number, what in enumerate([*loop, ends]):
             if number == left_out:
                 continue
             if what == "take":
@@ -64,6 +66,9 @@ def make_calls(joint: JointBatches, joint_size: int, loop: list[str], left_out: 
                 joint.use(batch)
             elif what == "step":
                 joint.step(batch, waits=False)
+            elif what == "announce_end":
+                joint.announce_end()  # waits for none
+                joint.announce_end()  # as after the error of another trainer
             elif what != "leave" or joint.may_be_awaited:
                 getattr(joint, what)()
     except StreamError as error:
@@ -81,12 +86,16 @@ UNAWAITED = st.sets(st.sampled_from([Call.NEXT, Call.USE, Call.STEP]))
 
 
 @given(
-    st.lists(st.sampled_from([BATCH, BATCH, [*BATCH, "save"], ["use", "step"], ["use"], ["evaluate"], []]), max_size=5),
+    st.lists(
+        st.sampled_from([BATCH, BATCH, [*BATCH, "save"], ["use", "step"], ["use"], ["evaluate"], ["resume"], []]),
+        max_size=5,
+    ),
     st.integers(2, 3),
+    st.sampled_from(["leave", "announce_end"]),
     st.data(),
 )
 def test_a_trainer_that_leaves_out_a_call_is_found_by_all(
-    batches: list[list[str]], num: int, data: st.DataObject
+    batches: list[list[str]], num: int, ends: str, data: st.DataObject
 ) -> None:
     """Whichever calls wait for no other trainer, and however far each of them has read."""
     loop = [what for each in batches for what in ("take", *each)]
@@ -100,7 +109,7 @@ def test_a_trainer_that_leaves_out_a_call_is_found_by_all(
     def run(rank: int) -> str:
         exchange = trainers.exchange_of(rank)
         joint = JointBatches(repeat(INPUTS), ("a",), exchange, rank, lambda _: None, unawaited[rank])
-        return make_calls(joint, num, loop, left_out if rank == differing else None, ahead[rank])
+        return make_calls(joint, num, loop, ends, left_out if rank == differing else None, ahead[rank])
 
     errors = trainers.run(run)
     assert len(set(errors)) == 1 and bool(errors[0]) == (left_out is not None)

@@ -268,6 +268,8 @@ class Checkpoint:
         if is_trial():
             return False
         trainers = self._session.trainers
+        if (joint := self._session.joint) is not None:
+            joint.resume()
         self._settle()
         with self._directory.chain_of(name) as chain:
             if not trainers.all(bool(chain)):

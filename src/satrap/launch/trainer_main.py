@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from satrap.errors import StreamError
 from satrap.event_log import describe_process, event
 from satrap.run_context import COLLECTIVE_TIMEOUT, RunContext, enter_context, run_exit_hooks
 
@@ -70,7 +71,7 @@ def run_trainer(
         if context.world_size == 1 or dist.is_initialized():
             run_exit_hooks()
         if context.world_size > 1 and dist.is_initialized():
-            dist.all_reduce(torch.zeros(1), group=world_group)  # the others may still need this trainer
+            _wait_for_others(world_group)
     except KeyboardInterrupt:  # the run is stopping and reports that itself, so the traceback is of no interest
         raise SystemExit(130) from None
     finally:
@@ -90,6 +91,17 @@ def _run_script(script: str) -> None:
     except SystemExit as exit:
         if exit.code not in (None, 0):
             raise
+
+
+def _wait_for_others(group: Any) -> None:
+    """Wait until all trainers are at the end of their scripts, since they may still need this one."""
+    try:
+        dist.all_reduce(torch.zeros(1), group=group)
+    except RuntimeError as error:
+        run_exit_hooks()  # raise what that one raised, if this trainer had left a loop before it
+        raise StreamError(
+            "this trainer is at the end of its script, and another one failed: its own error says why"
+        ) from error
 
 
 def _rendezvous_store(context: RunContext, rendezvous: str, listener: int | None) -> Any:

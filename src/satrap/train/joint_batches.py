@@ -94,6 +94,7 @@ class JointBatches(Iterator[Inputs]):
         self._next_shapes: tuple[int, list[BatchShape]] = (0, [])  # a number, and the shape in each trainer
         self._error: str | None = None
         self._is_alone = False  # compares no more calls
+        self._has_announced = False  # that the script has ended
         self.is_stopped = False
         """Whether no trainer has another batch."""
         self.is_last = False
@@ -192,6 +193,11 @@ class JointBatches(Iterator[Inputs]):
         """Compare an evaluation by trainer 0, for which the others wait."""
         self._compare(Call.EVALUATE, self._returned, self._last_step)
 
+    def resume(self) -> None:
+        """Compare a resume, if another trainer may still be in its loop."""
+        if self.may_be_awaited:
+            self._compare(Call.RESUME, self._returned, self._last_step)
+
     @property
     def may_be_awaited(self) -> bool:
         """Whether another trainer may still be in its loop."""
@@ -202,6 +208,16 @@ class JointBatches(Iterator[Inputs]):
         with Uninterrupted():
             self._compare(Call.LEAVE, self._returned, self._last_step)
             self._is_alone = True
+
+    def announce_end(self) -> None:
+        """Send the end of the script to trainers that may still be in their loops, which raise, and wait for none. No
+        call after this is compared. A second call, once another trainer has failed, raises the same StreamError."""
+        with Uninterrupted():
+            if self.may_be_awaited:
+                self._send(Call.LEAVE, self._returned, self._last_step)
+                self._is_alone = self._has_announced = True
+            elif self._has_announced:
+                self._compare(Call.LEAVE, self._returned, self._last_step)
 
     def part(self) -> None:
         """Compare no other call: this trainer has had an error."""

@@ -48,10 +48,11 @@ class Call(IntEnum):
     """Steps a batch, or drops it after its backward pass."""
     SAVE = 5
     EVALUATE = 6
-    LEAVE = 7
+    RESUME = 7
+    LEAVE = 8
 
 
-_PATIENT = (Call.SAVE, Call.EVALUATE, Call.LEAVE)
+_PATIENT = (Call.SAVE, Call.EVALUATE, Call.RESUME, Call.LEAVE)
 _CLAUSES = {
     Call.REQUEST: "requests its next batch",
     Call.NEXT: "requests its next batch",
@@ -60,6 +61,7 @@ _CLAUSES = {
     Call.STEP: "calls optimizer.step() or zero_grad() for step {step}",
     Call.SAVE: "saves a checkpoint",
     Call.EVALUATE: "evaluates",
+    Call.RESUME: "resumes a checkpoint",
     Call.LEAVE: "ends its stream",
 }
 
@@ -112,8 +114,8 @@ def require_same(calls: Sequence[JointCall]) -> None:
     rest = ", and ".join(_clause(ranks, calls[ranks[0]]) for _, ranks in others)
     raise StreamError(
         f"step {first.step}: {_clause(ranks, first)}, but {rest}. In each of these calls trainers wait for each other: "
-        "all of them must use and step the same batches, or leave out the same ones, and save, evaluate and end their "
-        "loops after the same step. Correct the loop, and start all trainers again, from the last checkpoint"
+        "all of them must use and step the same batches, or leave out the same ones, and save, evaluate, resume and "
+        "end their loops after the same step. Correct the loop, and start all trainers again, from the last checkpoint"
     )
 
 

@@ -88,6 +88,8 @@ class TrainingSession:
         self._has_evaluated_nothing = False
         self._closed = False
         register(self)
+        end_script = weakref.WeakMethod(self._end_script)
+        register_exit_hook(lambda: None if (end := end_script()) is None else end())
 
     # -- the worker ----------------------------------------------------------------------------------------------------
 
@@ -445,6 +447,13 @@ class TrainingSession:
 
         self._awaited.append(call)
         register_exit_hook(call)
+
+    def _end_script(self) -> None:
+        """Let the other trainers raise, if they are still in a loop that this trainer has left."""
+        if self.joint is not None:
+            if self.joint.may_be_awaited:
+                self.worker.settle()  # before another trainer may wait for this one
+            self.joint.announce_end()
 
     def _finish(self) -> None:
         while self._before_close:

@@ -20,9 +20,13 @@ import pytest
 
 import clicks
 from satrap.data.arrow import Arrow
+from satrap.data.criteo import Criteo
+from satrap.data.delimited import CSV
 from satrap.data.inputs import Inputs
+from satrap.data.json_lines import JSON
 from satrap.data.parquet import Parquet
 from satrap.data.source import Source
+from satrap.data.tfrecord import TFRecord
 from satrap.errors import SourceError
 
 N = 100
@@ -221,3 +225,29 @@ def test_a_text_file_in_a_binary_source(name: str, remedy: str, tmp_path: Path) 
     for kind in (Parquet, Arrow):
         with pytest.raises(SourceError, match=f"{name}: cannot be read .*, or of another format: {remedy}$"):
             list(kind(path).batches(["a"]))
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 20_000])
+@pytest.mark.parametrize("options", [{}, {"compression": "zstd"}, {"use_dictionary": False, "version": "1.0"}])
+@pytest.mark.parametrize("kind", [CSV, JSON, Criteo, TFRecord, Arrow])
+def test_a_parquet_file_in_another_source(kind: Any, options: dict[str, Any], num_rows: int, tmp_path: Path) -> None:
+    path = tmp_path / "a.data"
+    pq.write_table(pa.table({"a": np.arange(num_rows)}), path, **options)
+    sources = [kind(path)] if kind is not CSV else [CSV(path), CSV(path, columns=["a"]), CSV(path, encoding="latin-1")]
+    for source in sources:
+        with pytest.raises(SourceError, match=r"a\.data: it is of the format Parquet: use satrap\.Parquet$"):
+            list(source.batches(["C1" if kind is Criteo else "a"]))
+
+
+@pytest.mark.parametrize("kind", [CSV, JSON, TFRecord])
+def test_an_arrow_file_in_another_source(kind: Any, tmp_path: Path) -> None:
+    clicks.write_table(tmp_path / "a.arrow", pa.table({"a": [1]}))
+    with pytest.raises(SourceError, match=r"a\.arrow: it is of the format Arrow: use satrap\.Arrow$"):
+        list(kind(tmp_path / "a.arrow").batches(["a"]))
+
+
+@pytest.mark.parametrize("name", ["PAR1", "ARROW1"])
+def test_a_header_that_begins_like_another_format_is_read(name: str, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(f"{name},b\n1,2\n")
+    (inputs,) = CSV(tmp_path / "a.csv").batches([name])
+    assert inputs.batch_size == 1

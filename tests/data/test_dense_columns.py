@@ -83,7 +83,8 @@ def test_a_malformed_text_is_named_with_its_row(kind: str, tmp_path: Path) -> No
     table = pa.table({"a": range(12), "x": [str(i) for i in range(7)] + ["1,5", "2", "?", "x", "3"]})
     data = written(kind, table, tmp_path, dense="x")
     row = {"items": "item 1, sample 2", "arrow": "record batch 1, row 3"}.get(kind, "row 8")
-    with pytest.raises(satrap.SourceError, match=rf"{row}: column 'x' holds '1,5'; expected a number; fix the row"):
+    expected = "expected a number, or a feature 'x' for strings; fix the row"
+    with pytest.raises(satrap.SourceError, match=rf"{row}: column 'x' holds '1,5'; {expected}"):
         list(data.batches(["a"]))
     assert content(data.replace(max_bad_rows=3))[::2] == ([*range(7), 8, 11], 3)
 

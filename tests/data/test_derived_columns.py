@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from satrap import CSV, JSON, DenseColumn, Frame, IdColumn, Parquet
+from satrap import CSV, JSON, DenseColumn, Frame, IdColumn, IterableSource, Parquet
 from satrap.config.columns import Time
 from satrap.errors import ConfigError, SourceError
 
@@ -123,7 +123,7 @@ def test_impossible_declarations_are_refused(make: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("column", "message"),
     [
-        (IdColumn(time="days"), "expected timestamps or dates, as declared"),
+        (IdColumn(time="days"), r"expected timestamps or dates \(datetime objects\), as declared"),
         (IdColumn(crossed="list"), "expected one integer or string in each row"),
         (IdColumn(crossed="no"), "has no column 'no'"),
         (IdColumn("text", boundaries=(1,)), "expected numbers, as declared"),
@@ -142,3 +142,13 @@ def test_times_that_are_read_as_they_are_name_the_declaration(kind: pa.DataType)
     dense = DenseColumn("x", width=1) if pa.types.is_list(kind) else "x"
     with pytest.raises(SourceError, match=r"numbers; of times, declare what to read: DenseColumn\('x', time='days'\)"):
         list(Frame(table, dense=dense).batches(["id"]))
+
+
+def test_a_time_as_text_names_what_to_pass() -> None:
+    def data(time: Any) -> IterableSource:
+        return IterableSource([{"x": time, "a": 1}], samples=True, batch_size=1, dense=DenseColumn("x", time="days"))
+
+    with pytest.raises(SourceError, match=r"'x' is of type string; expected timestamps or dates \(datetime objects\)"):
+        list(data("2024-01-01").batches(["a"]))
+    (inputs,) = data(datetime(1970, 1, 3)).batches(["a"])
+    assert inputs.dense is not None and inputs.dense.tolist() == [[2]]

@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from logged import logged
-from satrap.config.columns import LabelColumn
+from satrap.config.columns import IdColumn, LabelColumn
+from satrap.config.features import Features
+from satrap.config.tables import Table
 from satrap.data.arrow import Arrow
 from satrap.data.criteo import Criteo
 from satrap.data.delimited import CSV
@@ -193,7 +195,10 @@ def test_texts_in_a_column_of_numbers_name_the_option(tmp_path: Path) -> None:
     message = r"line 2: column 'bought' holds 'no'; expected a number, or label_true=... for a column of strings; fix"
     with pytest.raises(SourceError, match=message):
         list(CSV(path, label="bought").batches(["a"]))
-    message = r"line 3: column 'price' holds 'n/a'; expected a number, or missing=\('n/a',\) if it means no value; fix"
+    message = (
+        r"line 3: column 'price' holds 'n/a'; expected a number, or missing=\('n/a',\) if it means no value, or a "
+        "feature 'price' for strings; fix"
+    )
     with pytest.raises(SourceError, match=message):
         list(CSV(path, dense="price").batches(["a"]))
 
@@ -205,3 +210,18 @@ def test_a_label_among_the_dense_columns_is_refused() -> None:
             ConfigError, match=r"Frame: column 'y' is in dense and is the label, .*: leave it out of dense"
         ):
             Frame(frame, dense=["a", "y"], label=label)
+
+
+@pytest.mark.parametrize("label", ["y", ["z", "y"], [LabelColumn("z"), LabelColumn("y")]])
+@pytest.mark.parametrize(
+    ("feature", "ids"), [("y", {}), ("f", {"f": "y"}), ("f", {"f": IdColumn("z1", crossed=("a", "y"))})]
+)
+def test_a_feature_that_reads_the_label_is_refused(feature: str, ids: Any, label: Any) -> None:
+    frame = {"y": [0, 1], "z": [1, 0], "z1": [1, 1], "a": [1, 2]}
+    message = f"column 'y' is read by feature '{feature}' and is the label, so the model would read what it has to "
+    data = Frame(frame, label=label, ids=ids)
+    for features in (["a", feature], Features({"a": Table("a", dim=2), feature: Table("t", dim=2)})):
+        for source in (data, IterableSource([frame], label=label, ids=ids)):
+            with pytest.raises(ConfigError, match=message):
+                source.batches(features)
+    data.batches(["a"]).close()  # a model without the feature

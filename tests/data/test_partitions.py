@@ -72,14 +72,12 @@ def test_partitions_are_ids_numbers_and_labels(kind: str, clicks: Rows, path: st
         batch_size=16,
         extra="day",
     )
-    assert found(data, ["item", "day", "hour"]) == [
-        (
-            ([row["item"]], hashed(row["day"]), [row["hour"]]),
-            (row["hour"], row["item"] / 2),
-            float(row["day"] == "2024-01-02"),
-        )
-        for row in clicks
-    ]
+    dense = [(row["hour"], row["item"] / 2) for row in clicks]
+    bags = [([row["item"]], hashed(row["day"]), [row["hour"]]) for row in clicks]
+    labels = [float(row["day"] == "2024-01-02") for row in clicks]
+    unlabelled = data.replace(label=None)
+    assert found(unlabelled, ["item", "day", "hour"]) == [*zip(bags, dense, [None] * len(clicks), strict=True)]
+    assert found(data, ["item", "hour"]) == [*zip([(bag[0], bag[2]) for bag in bags], dense, labels, strict=True)]
     late = data.replace(dense=(), label=satrap.LabelColumn("hour", above=6)).batches(["item"])
     assert [float(label) for inputs in late for label in inputs.label] == [float(row["hour"] > 6) for row in clicks]  # type: ignore[union-attr]
     extra = [day for inputs in data.batches(["item"]) for day in inputs.extra["day"].to_pylist()]
@@ -99,10 +97,11 @@ def test_partitions_change_neither_order_nor_positions(kind: str, clicks: Rows, 
 
 
 def test_a_column_that_is_declared_as_text_keeps_its_text(kind: str, clicks: Rows, tmp_path: Path) -> None:
-    data = KINDS[kind](
-        tmp_path / "data", ids={"hour": satrap.IdColumn(kind="string")}, label=satrap.LabelColumn("hour", true="07")
-    )
-    assert found(data, ["hour"]) == [((hashed(f"{row['hour']:02}"),), (), float(row["hour"] == 7)) for row in clicks]
+    ids = {"item": satrap.IdColumn(kind="integer"), "hour": satrap.IdColumn(kind="string")}
+    data = KINDS[kind](tmp_path / "data", ids=ids)
+    assert found(data, ["hour"]) == [((hashed(f"{row['hour']:02}"),), (), None) for row in clicks]
+    data = data.replace(label=satrap.LabelColumn("hour", true="07"))
+    assert found(data, ["item"]) == [(([row["item"]],), (), float(row["hour"] == 7)) for row in clicks]
 
 
 def test_the_type_depends_on_the_values_of_all_files(tmp_path: Path) -> None:

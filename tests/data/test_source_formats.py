@@ -276,6 +276,8 @@ def test_a_misspelt_feature_in_ids_or_weights_causes_a_warning() -> None:
     for options, words in (
         ({"ids": {"user_idd": IdColumn(kind="integer")}}, "ids names 'user_idd', .* did you mean 'user_id'?"),
         ({"ids": {"w": "item"}}, r"ids names 'w', .* did you mean ids={'item': 'w'}"),
+        ({"ids": {"item_id": "item"}}, r"ids names 'item_id', .* did you mean ids={'item': 'item_id'}"),
+        ({"ids": {"itme": "item"}}, r"ids names 'itme', .* did you mean ids={'item': 'item'}, or to leave it out"),
         ({"weights": {"itemm": "w"}}, "weights names 'itemm', .* did you mean 'item'"),
     ):
         with pytest.warns(UserWarning, match=words):

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from loop import take_step
 from module_jobs import NUM_IDS, PLACES, Scores, batch, embeddings_of, item, loss_of, placed, start_rows, tables
-from satrap import SGD, ConfigError, Embeddings, InputError, Normal, StreamError, Table, Zeros
+from satrap import SGD, ConfigError, Embeddings, Frame, InputError, Normal, StreamError, Table, Zeros
 from satrap.nn import Embedding, EmbeddingBag
 
 EVERYWHERE = (*PLACES, "device", "direct")
@@ -195,4 +195,9 @@ def test_bad_ids_are_named() -> None:
             run({"item": [1]})  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match="accumulate"):
             run(lambda ids: {"item": ids}, accumulate=0)
+        source: Any = Frame({"item": [1]})
+        with pytest.raises(
+            InputError, match=r"prefetch: loader is a Frame; .* data\.batches\(\[...\]\), or use .*stream"
+        ):
+            embeddings.prefetch(source, lambda ids: {"item": ids})
         assert len(embeddings.tables["item"]) == 0

@@ -62,6 +62,27 @@ def test_a_device_that_torch_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -
             embeddings.stream(batches(1), device=device)
 
 
+def test_a_stream_of_a_stream_is_refused_and_changes_nothing() -> None:
+    embeddings, model, optimizer = job()
+    with embeddings.stream(batches(2)) as stream:
+        for is_training in (True, False):
+            with pytest.raises(InputError, match="data is a Stream; expected the source that it reads"):
+                embeddings.stream(stream, train=is_training)
+        for batch in stream:
+            train_step(model, optimizer, batch)
+    assert embeddings.step == 2
+
+
+@pytest.mark.parametrize("path", ["a.csv", Path("a.csv")])
+def test_a_stream_of_a_path_names_the_sources(path: str | Path) -> None:
+    embeddings, _, _ = job()
+    for is_training in (True, False):
+        with pytest.raises(
+            ConfigError, match=r"found .*a\.csv.*; expected batches\. To read files, use satrap\.Parquet"
+        ):
+            embeddings.stream(path, train=is_training)
+
+
 @pytest.mark.parametrize("staleness", [0, 1, 2, 4])
 def test_deterministic_runs_repeat_exactly_inline_and_overlapped(staleness: int) -> None:
     found = []

@@ -294,6 +294,7 @@ class Columns:
                 )
             resolved.append(replace(column, name=column.name or name, missing=missing))
         labels = () if label is None else label if isinstance(label, tuple) else (label,)
+        _refuse_label(names, resolved, [column.name for column in labels])
         is_single_label = not isinstance(label, tuple)
         return cls(
             features=names,
@@ -351,6 +352,16 @@ def numbers_key(feature: str, column: str) -> str:
     return f"{feature}[{column}]"
 
 
+def _refuse_label(features: Sequence[str], ids: Sequence[IdColumn], labels: Sequence[str]) -> None:
+    """Raise ConfigError if a feature reads a label."""
+    for feature, column in zip(features, ids, strict=True):
+        if both := next((name for name in (column.name, *column.crossed) if name in labels), None):
+            raise ConfigError(
+                f"column {both!r} is read by feature {feature!r} and is the label, so the model would read what it has "
+                "to predict: leave the feature out, or give it another column"
+            )
+
+
 def _warn_of_unused(option: str, declared: Mapping[str, str | None], features: Sequence[str]) -> None:
     """Warn about names that are probably mistakes: close to a feature without an entry, or a column in its place.
 
@@ -362,6 +373,8 @@ def _warn_of_unused(option: str, declared: Mapping[str, str | None], features: S
             continue
         if near := get_close_matches(name, unassigned, n=1, cutoff=0.8):
             hint = f"did you mean {near[0]!r}?"
+        elif column in unassigned and _is_misspelt(name, column):
+            hint = f"did you mean {option}={{{column!r}: {column!r}}}, or to leave it out?"
         elif column in unassigned:
             hint = f"it maps features to columns: did you mean {option}={{{column!r}: {name!r}}}?"
         else:
@@ -369,6 +382,11 @@ def _warn_of_unused(option: str, declared: Mapping[str, str | None], features: S
         warnings.warn(
             f"{option} names {name!r}, which is not a feature of this model and is ignored; {hint}", stacklevel=2
         )
+
+
+def _is_misspelt(name: str, column: str) -> bool:
+    """Return whether a name is probably the column's with a mistake, and not another's, as "user" and "user_id" are."""
+    return name not in column and column not in name and bool(get_close_matches(name, [column]))
 
 
 def _check_time(where: str, time: object) -> None:

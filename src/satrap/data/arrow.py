@@ -13,7 +13,7 @@ from typing import Any
 from satrap.config.columns import Columns
 from satrap.config.optional_deps import pyarrow_for
 from satrap.data.block import Block
-from satrap.data.file_source import File, find_files
+from satrap.data.file_source import SIGNATURE_BYTES, File, find_files, refuse_other_format
 from satrap.data.inputs import Position
 from satrap.data.source import FileSource, RowBlockSource
 from satrap.data.table_rows import TableDecoder, TableRows, file_blocks, table_blocks
@@ -23,10 +23,12 @@ _FILE_MAGIC = b"ARROW1"
 _STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
 
 
-def open_ipc(opened: Any) -> tuple[Any, bool]:
-    """Return the reader of an opened file, and whether it is an IPC file; otherwise it is a stream."""
+def open_ipc(opened: Any, name: str) -> tuple[Any, bool]:
+    """Return the reader of an opened file of this name, and whether it is an IPC file; otherwise it is a stream."""
     ipc = pyarrow_for("reading Arrow data").ipc
-    is_file = bytes(opened.read(len(_FILE_MAGIC))) == _FILE_MAGIC
+    head = bytes(opened.read(SIGNATURE_BYTES))
+    refuse_other_format(name, head, "Arrow")
+    is_file = head.startswith(_FILE_MAGIC)
     opened.seek(0)
     return ipc.open_file(opened) if is_file else ipc.open_stream(opened), is_file
 
@@ -48,7 +50,7 @@ class Arrow(FileSource, RowBlockSource):
         self, file: File, partition: Mapping[str, Any], columns: Columns
     ) -> tuple[list[Block], TableDecoder]:
         with file.open(mapped=True, is_text=False) as opened:
-            reader, is_file = open_ipc(opened)
+            reader, is_file = open_ipc(opened, file.name)
             decoder = TableDecoder.for_schema(reader.schema, columns, file.name, self.max_bad_rows, partition)
             if not is_file:
                 if bytes(opened.read_at(len(_STREAM_END), max(0, file.size - len(_STREAM_END)))) != _STREAM_END:

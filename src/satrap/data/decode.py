@@ -97,7 +97,7 @@ class _Decoder:
         array = self._decoded(array)
         if column.time is not None and not types.is_null(array.type):
             if not is_time(arrow, array.type):
-                self._refuse_type(column.name, array.type, "timestamps or dates, as declared (time)")
+                self._refuse_type(column.name, array.type, "timestamps or dates (datetime objects), as declared (time)")
             array = _time_part(arrow, array, column.time)
             if isinstance(column, IdColumn) and boundaries is None:
                 array = arrow.compute.floor(array).cast(arrow.int64())
@@ -255,7 +255,7 @@ class _Decoder:
             numbers[has_width] = parsed.reshape(shape)
             has_malformed = np.zeros(self.n, bool)
             has_malformed[has_width] = malformed.reshape(shape).any(axis=1)
-            self._fault(column.name, has_malformed, array, "a number")
+            self._fault(column.name, has_malformed, array, f"a number, or a feature {column.name!r} for strings")
         elif _is_number(self.arrow, flat.type):
             numbers[has_width] = _floats(flat).reshape(shape)
         elif not self.arrow.types.is_null(flat.type):

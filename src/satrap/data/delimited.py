@@ -251,7 +251,10 @@ class _RowParser:
             case "number" if any(label.name == name for label in self._columns.label):
                 return f"column {name!r} holds {text}; expected a number, or label_true=... for a column of strings"
             case "number" if any(dense.name == name for dense in self._columns.dense):
-                return f"column {name!r} holds {text}; expected a number, or missing=({text},) if it means no value"
+                return (
+                    f"column {name!r} holds {text}; expected a number, or missing=({text},) if it means no value, or a "
+                    f"feature {name!r} for strings"
+                )
         return f"column {name!r} holds {text}; {_HINTS[fault]}"
 
 

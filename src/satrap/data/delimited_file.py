@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from satrap import _core
 from satrap.config.optional_deps import pyarrow_for
-from satrap.data.file_source import File
+from satrap.data.file_source import SIGNATURE_BYTES, File, refuse_other_format
 from satrap.errors import SourceError
 
 _CODECS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
@@ -215,7 +215,8 @@ class _LineSplitter:
     def head(self) -> bytes:
         """Take the lines before the first row; return the last of them, the header."""
         header = b""
-        self._fill(len(_BOM))
+        self._fill(SIGNATURE_BYTES)
+        refuse_other_format(self._name, self._buffer)
         if self._buffer.startswith(_BOM):
             self._buffer, self.taken = self._buffer[len(_BOM) :], len(_BOM)
         for _ in range(self._layout.skip_lines + int(self._layout.header)):

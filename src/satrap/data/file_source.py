@@ -26,6 +26,8 @@ from satrap.storage.open_folder import open_store
 
 _NULL_PARTITION = "__HIVE_DEFAULT_PARTITION__"
 _TEXT_NAME = re.compile(r"\.(?:([ct]sv)|jsonl?|ndjson)(?:\.(?:gz|bz2|zst|lz4))?$", re.IGNORECASE)
+_SIGNATURES = {b"PAR1\x15": "Parquet", b"ARROW1\0\0": "Arrow"}  # with bytes that no text has
+SIGNATURE_BYTES = max(map(len, _SIGNATURES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,13 @@ def errors_naming(where: str, remedy: str = "write it again") -> Iterator[None]:
         is_stored = getattr(error, "filename", None) is not None  # the error is that of an object store
         damage = "" if is_stored else f"; it is incomplete, damaged, or of another format: {remedy}"
         raise SourceError(f"{where}: cannot be read ({cause}){damage}") from error
+
+
+def refuse_other_format(name: str, head: bytes, source: str = "") -> None:
+    """Raise SourceError if the first bytes of a file show that another source than this one reads it."""
+    for signature, other in _SIGNATURES.items():
+        if head.startswith(signature) and other != source:
+            raise SourceError(f"{name}: it is of the format {other}: use satrap.{other}")
 
 
 class Storage(ABC):

@@ -55,7 +55,7 @@ def column_names(source: FileSource) -> list[str]:
         _check_header(file, names)
     else:
         with file.open() as opened:
-            names = _schema(source, opened).names
+            names = _schema(source, opened, file.name).names
     names += [name for name in file.partition if name not in names]
     if repeated := next((name for name in names if names.count(name) > 1), None):
         raise SourceError(f"{file.name} has several columns {repeated!r}; expected one of each name")
@@ -106,9 +106,9 @@ def _check_header(file: File, names: Sequence[str]) -> None:
         )
 
 
-def _schema(source: FileSource, opened: Any) -> Any:
+def _schema(source: FileSource, opened: Any, name: str) -> Any:
     if isinstance(source, Parquet):
         from pyarrow.parquet import read_schema
 
         return read_schema(opened)
-    return open_ipc(opened)[0].schema
+    return open_ipc(opened, name)[0].schema

@@ -17,7 +17,7 @@ from satrap import _core
 from satrap.config.columns import Columns
 from satrap.config.optional_deps import pyarrow_for
 from satrap.data.block import Block
-from satrap.data.file_source import File, find_files
+from satrap.data.file_source import File, find_files, refuse_other_format
 from satrap.data.inputs import Position
 from satrap.data.source import FileSource, RowBlockSource
 from satrap.data.table_rows import TableDecoder, TableRows
@@ -123,6 +123,7 @@ def _examples(file: File) -> Iterator[_Example]:
                 raise SourceError(f"{where}: the file ends within it; write the file again")
             length, checksum = _FRAME.unpack(head)
             if _masked_crc(head[:8]) != checksum or length > _MOST_BYTES:
+                refuse_other_format(file.name, head)
                 raise SourceError(f"{where}: its length is damaged, or this is not a TFRecord file; write it again")
             data = bytes(stream.read(length + 4))
             if len(data) < length + 4:

@@ -21,7 +21,7 @@ from satrap.config.validation import check_choice, check_integer, kind_of, known
 from satrap.data.inputs import Inputs
 from satrap.device.home_memory import DTYPES
 from satrap.device.torch_device import resolve_device, torch_device
-from satrap.errors import ConfigError, SourceError
+from satrap.errors import ConfigError, InputError, SourceError
 from satrap.hidden_names import internal
 from satrap.monitor.report import Counters
 from satrap.table.table_group import TableGroup
@@ -212,6 +212,8 @@ class Embeddings(torch.nn.Module):
         """
         if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
             raise ConfigError(f"accumulate is {accumulate!r}; expected an integer, 1 or more")
+        if isinstance(data, Stream):
+            raise InputError("stream: data is a Stream; expected the source that it reads")
         train = self.training if train is None else train
         session = self._session
         if train and session.dense.joins_attempt:
@@ -245,6 +247,11 @@ class Embeddings(torch.nn.Module):
             the spot: `counters().module_ids` counts both. On the devices of several trainers none may be missing.
         accumulate, overlap: as in `stream`.
         """
+        if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
+            raise InputError(
+                f"prefetch: loader is {kind_of(loader)}; expected an iterable of batches, such as a DataLoader: for a "
+                "source, give data.batches([...]), or use embeddings.stream(data)"
+            )
         if not callable(ids):
             raise ConfigError(f"prefetch: ids is {kind_of(ids)}; expected a function of a batch of the loader")
         accumulate = check_integer("prefetch", "accumulate", accumulate, 1, 2**31)

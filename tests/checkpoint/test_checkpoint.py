@@ -167,7 +167,7 @@ def test_an_object_that_cannot_load_its_state_changes_nothing(tmp_path: Path) ->
 
 def test_a_dense_optimizer_is_refused(tmp_path: Path) -> None:
     job = Job(str(tmp_path), 1)
-    with pytest.raises(CheckpointError, match=r"optimizer is an Adam; expected the one that embeddings\.optimizer"):
+    with pytest.raises(CheckpointError, match=r"optimizer is an Adam; expected that of embeddings\.optimizer"):
         Checkpoint(tmp_path, job.model, job.optimizer.dense, job.embeddings)
     with pytest.raises(CheckpointError, match=r"embeddings is a Linear; expected the satrap\.Embeddings"):
         Checkpoint(tmp_path, job.model, job.optimizer, torch.nn.Linear(1, 1))  # type: ignore[arg-type]

@@ -466,19 +466,15 @@ class _SaveFigures:
 
 def _require_parts(optimizer: object, embeddings: object, data: object) -> None:
     if not isinstance(optimizer, HybridOptimizer):
-        raise CheckpointError(
-            f"optimizer is {kind_of(optimizer)}; expected the one that embeddings.optimizer(...) returned"
-        )
+        raise CheckpointError(f"optimizer is {kind_of(optimizer)}; expected that of embeddings.optimizer(...)")
     if not isinstance(embeddings, Embeddings):
         raise CheckpointError(
             f"embeddings is {kind_of(embeddings)}; expected the satrap.Embeddings: "
             "Checkpoint(path, model, optimizer, embeddings, data)"
         )
     if isinstance(data, str | os.PathLike | Stream):
-        raise CheckpointError(
-            f"data is {kind_of(data)}; expected the source that embeddings.stream(...) reads, such as a "
-            "satrap.CSV, or the loader of embeddings.prefetch(...)"
-        )
+        expected = "the source that embeddings.stream(...) reads, or the loader of embeddings.prefetch(...)"
+        raise CheckpointError(f"data is {kind_of(data)}; expected {expected}")
 
 
 def _require_count(name: str, value: object) -> None:

@@ -271,6 +271,19 @@ def test_a_bar_ends_with_the_stream_and_continues_after_a_resume(tmp_path: Path)
     assert sorted({step for step, _ in shown}) == list(range(1, 14))
 
 
+def test_an_evaluation_of_an_earlier_step_has_no_training_figures() -> None:
+    kept, labels, scores = ListSink(), torch.tensor([0.0, 1.0]), torch.tensor([-1.0, 2.0])
+    with Progress(None, [kept]) as progress:
+        for step in (1, 2):
+            progress.step(SteppedBatch(step, 2), loss=0.5, scores=scores, labels=labels)
+            progress.report_evaluation(1, {"auc": 0.75})
+    same, later = kept.reports
+    assert (same.loss, same.auc, same.validation) == (0.5, 1.0, {"auc": 0.75})
+    assert (later.step, later.loss, later.auc, later.normalised_entropy, later.validation) == (
+        1, None, None, None, {"auc": 0.75}
+    )  # fmt: skip
+
+
 def test_a_run_without_steps_reports_nothing() -> None:
     kept = ListSink()
     Progress(None, [kept]).close()

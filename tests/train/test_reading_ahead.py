@@ -360,12 +360,13 @@ def test_the_length_of_a_share_is_estimated_until_the_end(kind: str, tmp_path: P
     [
         ({"epochs": None}, "epochs is None"),
         ({"max_bad_rows": 1}, "rows may be left out"),
-        ({"label": satrap.LabelColumn("user", missing="drop", kind="count")}, "rows may be left out"),
+        ({"label": satrap.LabelColumn("seen", missing="drop", kind="count")}, "rows may be left out"),
     ],
 )
 def test_an_unknown_length_says_why(options: dict[str, Any], message: str) -> None:
     embeddings, _, _ = job()
-    with embeddings.stream(satrap.Frame(COLUMNS, batch_size=5, **options), overlap=False) as stream:
+    columns = COLUMNS | {"seen": COLUMNS["user"]}
+    with embeddings.stream(satrap.Frame(columns, batch_size=5, **options), overlap=False) as stream:
         with pytest.raises(TypeError, match=f"the length of this stream is not known: {message}"):
             len(stream)
         assert len(list(islice(stream, 3))) == 3

@@ -199,7 +199,7 @@ class Progress:
         if self._record is not None:
             self._record.add_evaluation(self._clock(), step, metrics, seconds, is_best=is_best, best_by=best_by)
         evaluation: dict[str, Any] = {"validation": dict(metrics), "is_best": is_best, "best_by": best_by, "step": step}
-        if step != self._meter.last_step:  # of the best model, for instance: the training figures are of a later one
+        if step != self._meter.last_step:  # as that of the best model: training has gone further
             evaluation |= {"loss": None, "auc": None, "normalised_entropy": None}
         self._report(self._clock(), evaluation)
 

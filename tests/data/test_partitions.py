@@ -41,7 +41,7 @@ def clicks(kind: str, tmp_path: Path) -> Rows:
     return rows
 
 
-def found(data: FileSource, features: list[str], **options: Any) -> list[tuple[Any, ...]]:
+def samples_of(data: FileSource, features: list[str], **options: Any) -> list[tuple[Any, ...]]:
     """Return (ids of all features, dense, label) of each sample; every bag has at most one id."""
     samples: list[tuple[Any, ...]] = []
     for inputs in data.batches(features, **options):
@@ -76,8 +76,8 @@ def test_partitions_are_ids_numbers_and_labels(kind: str, clicks: Rows, path: st
     bags = [([row["item"]], hashed(row["day"]), [row["hour"]]) for row in clicks]
     labels = [float(row["day"] == "2024-01-02") for row in clicks]
     unlabelled = data.replace(label=None)
-    assert found(unlabelled, ["item", "day", "hour"]) == [*zip(bags, dense, [None] * len(clicks), strict=True)]
-    assert found(data, ["item", "hour"]) == [*zip([(bag[0], bag[2]) for bag in bags], dense, labels, strict=True)]
+    assert samples_of(unlabelled, ["item", "day", "hour"]) == [*zip(bags, dense, [None] * len(clicks), strict=True)]
+    assert samples_of(data, ["item", "hour"]) == [*zip([(bag[0], bag[2]) for bag in bags], dense, labels, strict=True)]
     late = data.replace(dense=(), label=satrap.LabelColumn("hour", above=6)).batches(["item"])
     assert [float(label) for inputs in late for label in inputs.label] == [float(row["hour"] > 6) for row in clicks]  # type: ignore[union-attr]
     extra = [day for inputs in data.batches(["item"]) for day in inputs.extra["day"].to_pylist()]
@@ -87,42 +87,42 @@ def test_partitions_are_ids_numbers_and_labels(kind: str, clicks: Rows, path: st
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_partitions_change_neither_order_nor_positions(kind: str, clicks: Rows, shuffle: bool, tmp_path: Path) -> None:
     data = KINDS[kind](tmp_path / "data", batch_size=16, shuffle=shuffle, epochs=2)
-    with_day = found(data, ["item", "day"])
-    assert [(sample[0][0],) for sample in with_day] == [sample[0] for sample in found(data, ["item"])]
+    with_day = samples_of(data, ["item", "day"])
+    assert [(sample[0][0],) for sample in with_day] == [sample[0] for sample in samples_of(data, ["item"])]
     whole = list(data.batches(["item", "day"]))
     assert [each.position for each in whole] == [each.position for each in data.batches(["item"])]
-    assert found(data, ["item", "day"], position=whole[6].position) == with_day[7 * 16 :]
-    parts = [found(data, ["item", "day"], rank=rank, world_size=2) for rank in range(2)]
+    assert samples_of(data, ["item", "day"], position=whole[6].position) == with_day[7 * 16 :]
+    parts = [samples_of(data, ["item", "day"], rank=rank, world_size=2) for rank in range(2)]
     assert sorted(parts[0] + parts[1]) == sorted(with_day)
 
 
 def test_a_column_that_is_declared_as_text_keeps_its_text(kind: str, clicks: Rows, tmp_path: Path) -> None:
     ids = {"item": satrap.IdColumn(kind="integer"), "hour": satrap.IdColumn(kind="string")}
     data = KINDS[kind](tmp_path / "data", ids=ids)
-    assert found(data, ["hour"]) == [((hashed(f"{row['hour']:02}"),), (), None) for row in clicks]
+    assert samples_of(data, ["hour"]) == [((hashed(f"{row['hour']:02}"),), (), None) for row in clicks]
     data = data.replace(label=satrap.LabelColumn("hour", true="07"))
-    assert found(data, ["item"]) == [(([row["item"]],), (), float(row["hour"] == 7)) for row in clicks]
+    assert samples_of(data, ["item"]) == [(([row["item"]],), (), float(row["hour"] == 7)) for row in clicks]
 
 
 def test_the_type_depends_on_the_values_of_all_files(tmp_path: Path) -> None:
     for value in ("1", "2", "x"):
         write(pa.table({"a": [int(value, 36)]}), tmp_path / f"data/k={value}/0.parquet")
     data = satrap.Parquet(tmp_path / "data")
-    assert [sample[0] for sample in found(data, ["k"])] == [(hashed(text),) for text in "12x"]
+    assert [sample[0] for sample in samples_of(data, ["k"])] == [(hashed(text),) for text in "12x"]
     data = data.replace(path=tmp_path / "data/k=[12]/*")
-    assert [sample[0] for sample in found(data, ["k"])] == [([1],), ([2],)]
+    assert [sample[0] for sample in samples_of(data, ["k"])] == [([1],), ([2],)]
 
 
 def test_a_column_of_the_file_takes_precedence(kind: str, tmp_path: Path) -> None:
     write(pa.table({"day": [5, 6]}), tmp_path / f"day=1/0.{kind}")
     data = KINDS[kind](tmp_path / "day=1", ids={"day": satrap.IdColumn(kind="integer")})
-    assert [sample[0] for sample in found(data, ["day"])] == [([5],), ([6],)]
+    assert [sample[0] for sample in samples_of(data, ["day"])] == [([5],), ([6],)]
 
 
 def test_escaped_names_and_values(kind: str, tmp_path: Path) -> None:
     write(pa.table({"a": [1]}), tmp_path / f"the%20day=a%2Fb%3D1/0.{kind}")
     data = KINDS[kind](tmp_path, ids={"day": "the day"})
-    assert [sample[0] for sample in found(data, ["day"])] == [(hashed("a/b=1"),)]
+    assert [sample[0] for sample in samples_of(data, ["day"])] == [(hashed("a/b=1"),)]
 
 
 def test_folders_that_pyarrow_wrote(tmp_path: Path) -> None:
@@ -130,21 +130,21 @@ def test_folders_that_pyarrow_wrote(tmp_path: Path) -> None:
     hive = ds.partitioning(pa.schema([("day", pa.string()), ("n", pa.int32())]), flavor="hive")
     ds.write_dataset(table, tmp_path, format="parquet", partitioning=hive)
     rows = sorted(ds.dataset(tmp_path, partitioning=hive).to_table().to_pylist(), key=lambda row: row["a"])
-    samples = found(satrap.Parquet(tmp_path, dense="n"), ["a", "day"])
+    samples = samples_of(satrap.Parquet(tmp_path, dense="n"), ["a", "day"])
     assert sorted(samples) == [(([row["a"]], hashed(row["day"])), (row["n"],), None) for row in rows]
 
 
 def test_only_partitions_are_required(kind: str, clicks: Rows, tmp_path: Path) -> None:
     data = KINDS[kind](tmp_path / "data", label=satrap.LabelColumn("hour", kind="count"))
-    assert found(data, ["day"]) == [((hashed(row["day"]),), (), row["hour"]) for row in clicks]
+    assert samples_of(data, ["day"]) == [((hashed(row["day"]),), (), row["hour"]) for row in clicks]
 
 
 def test_partitions_on_a_remote_filesystem(kind: str, clicks: Rows, tmp_path: Path, memory: Any) -> None:
     for path in (tmp_path / "data").rglob(f"*.{kind}"):
         memory.pipe_file(f"/{path.relative_to(tmp_path)}", path.read_bytes())
-    expected = found(KINDS[kind](tmp_path / "data"), ["item", "day"])
+    expected = samples_of(KINDS[kind](tmp_path / "data"), ["item", "day"])
     for url in ("memory://data", f"memory://data/day=*/*/0.{kind}"):
-        assert found(KINDS[kind](url, num_threads=2), ["item", "day"]) == expected
+        assert samples_of(KINDS[kind](url, num_threads=2), ["item", "day"]) == expected
 
 
 ERRORS: list[tuple[Callable[[Any, Path], FileSource], str]] = [

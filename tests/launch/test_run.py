@@ -361,7 +361,7 @@ def test_a_trainer_that_ends_its_script_in_the_loop_of_the_others_is_named_by_al
     script = write_changed_job(tmp_path, (clear, leaves + clear))
     status, _, err = run_to_its_end(tmp_path, script, "--trainers", "2", arguments=(str(tmp_path), "40", "4"))
     assert status == 1
-    logs = [(tmp_path / "run" / "logs" / f"trainer-{each}.log").read_text() for each in (0, 1)]
+    logs = [(tmp_path / "run" / "logs" / f"trainer-{rank}.log").read_text() for rank in (0, 1)]
     assert all(re.search(rf"StreamError: step 4: .*trainer {rank} ends its stream", log) for log in logs), (err, logs)
 
 

@@ -60,8 +60,8 @@ def test_short_numbers_are_close_and_short(number: int) -> None:
 
 
 def test_short_numbers() -> None:
-    found = [short(number) for number in (0, 7, 950, 999, 1000, 81_234, 999_600, 4_915_200, 2.13e9)]
-    assert found == ["0", "7", "950", "999", "1k", "81.2k", "1M", "4.92M", "2.13G"]
+    texts = [short(number) for number in (0, 7, 950, 999, 1000, 81_234, 999_600, 4_915_200, 2.13e9)]
+    assert texts == ["0", "7", "950", "999", "1k", "81.2k", "1M", "4.92M", "2.13G"]
 
 
 @given(st.lists(st.tuples(st.dictionaries(st.integers(0, 3), st.integers(0, 9)), st.integers(0, 5)), max_size=5))

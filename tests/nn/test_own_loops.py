@@ -169,8 +169,8 @@ def test_what_prefetches_is_evaluated_without_training() -> None:
         loop = Loop("prefetched counts", embeddings)
         loader = loop.read(VALID)
         batches = embeddings.prefetch(loader, lambda batch: {"user": batch[0]})
-        found = evaluate(loop.model, batches, score=loop.score, label=loop.label)
-        assert found.values() == evaluate(loop.model, loader, score=loop.score, label=loop.label).values()
+        result = evaluate(loop.model, batches, score=loop.score, label=loop.label)
+        assert result.values() == evaluate(loop.model, loader, score=loop.score, label=loop.label).values()
         assert embeddings.step == 0 and not any(map(len, embeddings.tables.values()))
 
 
@@ -218,7 +218,7 @@ def test_a_source_is_streamed_beside_modules() -> None:
         validation = Validation(clicked, embeddings, IterableSource(data, label="click"), **options)
         validation.step()
         rows = torch.from_numpy(embeddings.tables["item"].lookup(np.arange(8), train=False))
-        found = evaluate(clicked, [rows], score=lambda rows: (rows * rows).sum(1), label=lambda _: torch.arange(8) % 2)
-        assert validation.metrics["auc"] == found.auc()
+        result = evaluate(clicked, [rows], score=lambda rows: (rows * rows).sum(1), label=lambda _: torch.arange(8) % 2)
+        assert validation.metrics["auc"] == result.auc()
         with pytest.raises(InputError, match="a batch is a dict, and there is no label; expected"):
             Validation(clicked, embeddings, data, **options).step()

@@ -50,8 +50,8 @@ def joined(lengths: list[int]) -> tuple[list[float], dict[str, Tensor], dict[str
             return torch.stack(parts).mean()
 
         losses = minimize([optimizer], loss, max(lengths), first=1)
-        found = evaluate(model, prefetch_child.VALID, score=lambda ids: model(*ids), label=prefetch_child.clicked)
-        return losses, {name: start_rows(embeddings, name, NUM_IDS) for name in embeddings.tables}, found.values()
+        result = evaluate(model, prefetch_child.VALID, score=lambda ids: model(*ids), label=prefetch_child.clicked)
+        return losses, {name: start_rows(embeddings, name, NUM_IDS) for name in embeddings.tables}, result.values()
 
 
 @pytest.mark.parametrize("where", PLACES)
@@ -97,10 +97,11 @@ def test_trainer_0_validates_for_all_on_a_list_of_batches(
     """Training is not changed by it."""
     job: dict[str, Any] = {"lengths": [4, 4], "prefetched": prefetched}
     plain = run(trainers, tmp_path, where, **job)
-    found = run(trainers, tmp_path, where, validated=True, **job)
-    assert not any(each["error"] for each in found)
-    assert [(each["losses"], each["rows"]) for each in found] == [(each["losses"], each["rows"]) for each in plain]
-    assert found[0]["metrics"] == found[1]["metrics"] == pytest.approx(joined([4, 4])[2], abs=1e-6)
+    trained = run(trainers, tmp_path, where, validated=True, **job)
+    assert not any(trainer["error"] for trainer in trained)
+    for name in ("losses", "rows"):
+        assert [trainer[name] for trainer in trained] == [trainer[name] for trainer in plain]
+    assert trained[0]["metrics"] == trained[1]["metrics"] == pytest.approx(joined([4, 4])[2], abs=1e-6)
 
 
 @pytest.mark.parametrize("where", PLACES)

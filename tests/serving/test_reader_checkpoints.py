@@ -123,7 +123,7 @@ def test_any_checkpoint_of_a_run_opens_by_its_name_and_by_its_folder(where: str,
     for step in expected:
         name = f"{step:06}-step-{step}"
         if where == "memory":
-            name = next(each for each in RunDirectory(path).folder.names() if each.startswith(name))
+            name = next(checkpoint for checkpoint in RunDirectory(path).folder.names() if checkpoint.startswith(name))
         opened += [(step, path, name), (step, f"{path}/{name}", None), (step, f"{path}/{name}/", None)]
     for step, folder, named in opened:
         with Reader(folder, name=named) as reader:
